@@ -30,7 +30,7 @@ from penstock.capture.one_layer import LayerSetting
 from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_loss
 from penstock.capture.retrace import Retracer
 from penstock.capture.stage_module import StageModule
-from penstock.capture.stage_state import StateNames, assign, find_shared, give
+from penstock.capture.stage_state import StateNames, assign, find_shared, named_state
 from penstock.errors import CaptureError
 from penstock.misfits import takes
 from penstock.nest import Value, leaf_names, map_tensors
@@ -135,7 +135,9 @@ def _assembled(
     count, last = len(cut.pieces), cut.pieces[-1]
     stages = [StageModule(k, count, piece=piece, source=source, again=again) for k, piece in enumerate(cut.pieces)]
     held = assign(source.names, [piece.states for piece in cut.pieces])
-    give(stages, module, names=source.names, held=held)
+    tensors = named_state(module)
+    for stage, own in zip(stages, held, strict=True):
+        stage.hold_state({name: tensors[name] for name in own}, source.names)
     info = PipeInfo(
         num_stages=count,
         inputs=source.example.table,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.capture.cutter import StagePiece
-from penstock.capture.stage_state import owner_of
+from penstock.capture.stage_state import StateNames, owner_of
 from penstock.capture.wires import Fixed, Key, Wire, misfit, sizes_fit, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.misfits import takes
@@ -76,19 +76,22 @@ class StageModule(nn.Module):
         if self.mode[0] is not None:
             self.training = self.mode[0]
 
-    def add_state(self, name: str, value: torch.Tensor, *, persistent: bool = True) -> None:
-        """Hold a parameter or buffer under its name in the user's model."""
-        if name in self.__dict__ or hasattr(type(self), name):
-            raise CaptureError(
-                f"the model has a parameter or buffer called {name!r}, a name that stages use; rename it"
-            )
-        owner, leaf = owner_of(self, name, make=True)
-        if isinstance(value, nn.Parameter):
-            owner._parameters[leaf] = value
-        else:
-            owner._buffers[leaf] = value
-        if not persistent:
-            owner._non_persistent_buffers_set.add(leaf)
+    def hold_state(self, state: Mapping[str, torch.Tensor], names: StateNames) -> None:
+        """Hold the user's own tensors under their names in the model: nothing is copied, what is shared stays one object."""
+        self.model_names = frozenset(names.first)
+        for name, value in state.items():
+            if name in self.__dict__ or hasattr(type(self), name):
+                raise CaptureError(
+                    f"the model has a parameter or buffer called {name!r}, a name that stages use; rename it"
+                )
+            owner, leaf = owner_of(self, name, make=True)
+            entries: dict[str, Value] = owner._parameters if isinstance(value, nn.Parameter) else owner._buffers
+            entries[leaf] = value
+            if name in names.transient:
+                owner._non_persistent_buffers_set.add(leaf)
+            if len(group := names.groups[names.first[name]]) > 1:
+                self.aliases[name] = group
+        self.prepare()
 
     @property
     def is_last(self) -> bool:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
 
 from penstock.capture.export import FromState, Origin
-
-if TYPE_CHECKING:
-    from penstock.capture.stage_module import StageModule
 
 
 @dataclass(frozen=True)
@@ -120,17 +116,3 @@ def find_shared(names: StateNames, held: Sequence[Sequence[str]]) -> dict[str, S
         for leader, found in holders.items()
         if len(found) > 1
     }
-
-
-def give(stages: Sequence[StageModule], model: nn.Module, *, names: StateNames, held: Sequence[Sequence[str]]) -> None:
-    """Put the user's own tensors into the stages: nothing is copied, what is shared stays one object."""
-    state: dict[str, torch.Tensor] = named_state(model)
-    everything = frozenset(names.first)
-    for stage, own in zip(stages, held, strict=True):
-        stage.model_names = everything
-        for name in own:
-            stage.add_state(name, state[name], persistent=name not in names.transient)
-            group = names.groups[names.first[name]]
-            if len(group) > 1:
-                stage.aliases[name] = group
-        stage.prepare()
