@@ -233,9 +233,8 @@ def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: 
         def call(*given: object) -> object:
             return run_stages(layers, dict(zip(names, given, strict=True)))
 
-        call.__code__ = call.__code__.replace(
-            co_name="call_stage"
-        )  # torch.compile keeps only so many versions of one code
+        # torch.compile keeps only so many versions of one code.
+        call.__code__ = call.__code__.replace(co_name="call_stage")
         stage = torch.compile(call, backend=backend)
         try:
             with warnings.catch_warnings(action="ignore", category=NotCompiled):
