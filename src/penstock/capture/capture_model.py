@@ -118,11 +118,7 @@ def pipeline(
             why_not = cost_cuts.why_not_measured(module, (mb_args, mb_kwargs))
             costs = known or cost_cuts.agreed_profile(flat, num_stages, source.names, measure=measure, why_not=why_not)
             chooser, facts = cost_cuts.cuts_by(costs, num_stages)
-        places = None if num_stages is None else chooser(flat, num_stages) if chooser is not None else []
-        if not facts:
-            chosen = {mark.position for mark in flat.marks} if places is None else set(places)
-            facts = {"uneven": cost_cuts.unevenness_of_others(flat, chosen, source.names)}
-        return places
+        return None if num_stages is None else chooser(flat, num_stages) if chooser is not None else []
 
     cut = source.first(choose)
     return _assembled(source, cut, module, loss_spec=loss_spec, **facts)

@@ -17,7 +17,7 @@ import threading
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from math import prod
@@ -72,7 +72,7 @@ def agreed_profile(
                 return measure(flat, where).dumps()
             except (PenstockError, RuntimeError, ValueError, TypeError, LookupError) as error:
                 why = f"it cannot be run with the example: {(str(error).splitlines() or [''])[0]}"
-        return estimated(flat, places, names, unit="operations", why=why, places=where).dumps()
+        return estimated(flat, places, names, why=why, places=where).dumps()
 
     kind = "estimated" if why_not else "measured"
     return Profile.loads(agreed(f"cut/{fingerprint(flat, num_stages)}", answer, kind=kind))
@@ -115,14 +115,6 @@ def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     if text and heavy and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         warnings.warn(text, UnevenCut, stacklevel=2)
     return text
-
-
-def unevenness_of_others(flat: Traced, chosen: Set[int], names: StateNames) -> str:
-    """The same for cuts at positions that somebody else chose, by the work in the graph."""
-    if not chosen:
-        return ""
-    places = sorted({*cut_places(flat, len(chosen) + 1), *chosen} - {0, len(flat.nodes)})
-    return unevenness(estimated(flat, places, names), [i + 1 for i, place in enumerate(places) if place in chosen])
 
 
 def basis_of(profile: Profile) -> str:
@@ -268,7 +260,8 @@ def estimated(flat: Traced, cuts: Sequence[int], names: StateNames, **facts: obj
         for k, (name, part) in enumerate(zip(named, parts, strict=True))
     )
     crossing = tuple(int(alive[cut]) for cut in cuts)
-    return Profile(tuple(layers), shared, crossing, metadata={"estimated": "the work in its graph", **facts})
+    about = {"unit": "operations", "estimated": "the work in its graph", **facts}
+    return Profile(tuple(layers), shared, crossing, metadata=about)
 
 
 def numbered(layers: Sequence[Sequence[str]]) -> list[str]:
