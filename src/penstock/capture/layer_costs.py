@@ -110,18 +110,17 @@ class _Values:
         """Note what a layer made, and what its graph keeps of its inputs and outputs."""
         layer = stage.stage_index
         known = {address_of(value): name for name, value in self.now.items() if isinstance(value, Tensor)}
-        for wire, value in zip(stage.outputs, made, strict=False):
+        for wire, value, kept in zip(stage.outputs, made, found.outputs, strict=False):
             base = known.get(address_of(value)) if isinstance(value, Tensor) else None
             self.root[wire.name] = wire.name if base is None else self.root.get(base, base)
             self.now[wire.name] = value
             self.source[wire.name] = layer
             self.sizes[wire.name] = value.nbytes if isinstance(value, Tensor) else 0
+            if kept:
+                self.kept.setdefault(self.root[wire.name], layer)
         for name, last in self.last.items():
             if last <= layer:
                 self.now.pop(name, None)
-        for wire, kept in zip(stage.outputs, found.outputs, strict=False):
-            if kept:
-                self.kept.setdefault(self.root[wire.name], layer)
         for wire, kept in zip(stage.inputs, found.inputs, strict=False):
             root = self.root.get(wire.name, wire.name)
             if kept and root not in self.kept and root in self.source:  # what the user gave is the user's
