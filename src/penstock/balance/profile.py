@@ -151,6 +151,8 @@ class Profile:
         if own.keys() - {f.name for f in fields(cls)} or not isinstance(own.get("layers"), list):
             raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
         try:
+            crossing = own.get("crossing_bytes")
+            own["crossing_bytes"] = tuple(crossing) if isinstance(crossing, list) else crossing
             return cls(**{**own, "layers": tuple(map(_layer_from_json, own["layers"]))})
         except (TypeError, AttributeError) as error:
             raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error

@@ -156,7 +156,7 @@ def _open_folder(folder: Path) -> Mapping[str, Tensor]:
             return _of_index(indices[0])
         files = sorted(folder.glob(f"*{kind}"))
         if files:
-            return open_weights(files)
+            return open_weights(files[::-1])  # of a name that several of them have, the last file counts
     raise StageError(f"{folder} has no weights; expected .safetensors, {', '.join(_OF_TORCH)} files, or a checkpoint")
 
 

@@ -112,7 +112,7 @@ def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
         click.echo(f"Error: {error}", err=True)
         time.sleep(GRACE)
         sys.exit(LOST)
-    except PenstockError:
+    except (PenstockError, OSError):
         raise
     except Exception:  # noqa: BLE001  whatever the user's job raises
         traceback.print_exc()  # from here on: how the command came to be called is of no interest

@@ -124,7 +124,7 @@ class Companions:
                 else:
                     group[key] = tuple(value) if isinstance(kept, tuple) and value is not None else value
 
-    def apply(self, states: dict[str, object]) -> dict[str, object]:
+    def apply(self, states: dict[str, object], source: object) -> dict[str, object]:
         """Give each its state; what they had before comes back. If one refuses, all have what they had."""
         before: dict[str, object] = {}
         try:
@@ -135,7 +135,7 @@ class Companions:
         except Exception as error:
             self.undo(before)
             kind = Damaged if name == "random" else RunError  # what the others take is for their authors to say
-            raise kind(f"{name} does not take the state that was saved: {type(error).__name__}: {error}") from error
+            raise kind(f"{name} does not take the state saved in {source}: {type(error).__name__}: {error}") from error
         return before
 
     def undo(self, before: dict[str, object]) -> None:

@@ -101,7 +101,7 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
     same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
     manifest, found, pending, states = read[0]
     try:
-        ends.agree(f"the states in the checkpoint {place}", lambda: before.append(companions.apply(states)))
+        ends.agree(f"the states in the checkpoint {place}", lambda: before.append(companions.apply(states, place)))
     except Exception:
         for one in before:
             companions.undo(one)

@@ -222,9 +222,9 @@ def leaving_no_trace(schedule: Schedule) -> Iterator[Callable[[], None]]:
         for parameter in undo.parameters:
             parameter.grad = None
 
-    drop_gradients()
-    undo.take()
     try:
+        drop_gradients()
+        undo.take()
         yield drop_gradients
     finally:
         schedule.steps = steps

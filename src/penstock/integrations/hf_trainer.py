@@ -163,6 +163,10 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
 
     # -- steps
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Value:
+        """accelerate would wrap the model in it, which is left alone."""
+        return self.accelerator.autocast()
+
     def compute_loss(
         self, model: object, inputs: Mapping[str, Value], return_outputs: bool = False, num_items_in_batch: Value = None
     ) -> Value:

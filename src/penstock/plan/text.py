@@ -107,6 +107,7 @@ class Reader:
     name: str = ""
     keys: dict[str, int] = field(init=False, default_factory=dict)  # the text before the microbatch -> the key
     seen: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # action -> its first row and column
+    again: list[tuple[int, tuple[int, int]]] = field(init=False, default_factory=list)  # those that may stand twice, and do
 
     def plan(self, rows: Sequence[Iterable[_Cell]]) -> Plan:
         whole = self.source or "the plan"
@@ -147,7 +148,10 @@ class Reader:
                 code = self.code(cell)
                 for part in parts(code):
                     first = self.seen.setdefault(part, (row, column))
-                    if first != (row, column) and part & OP in COUNTED:
+                    if first == (row, column):
+                        continue
+                    self.again.append((part, (row, column)))
+                    if part & OP in COUNTED:
                         twice = f"stands twice, first in {self.where(*first)}; expected each action once"
                         raise ParseError(f"{text(part)} {twice}")
             except ParseError as error:
@@ -182,7 +186,7 @@ class Reader:
     def check(self, placement: Placement, homes: dict[int, tuple[int, int]]) -> None:
         """Hold every action against the sizes and the placement, which are known only when everything is read."""
         num_stages, limit = placement.num_stages, self.num_microbatches
-        for code, (row, column) in self.seen.items():
+        for code, (row, column) in (*self.seen.items(), *self.again):
             low, high = sorted((stage_of(code), peer_of(code)))
             wrong = None
             if low < 0 or high >= num_stages:
