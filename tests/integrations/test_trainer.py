@@ -155,6 +155,26 @@ def test_other_losses_in_one_process(kind: str, tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=2e-2 if kind == "bf16" else 1e-4)
 
 
+def test_steps_are_under_the_precision_of_the_trainer(tmp_path: Path) -> None:
+    """accelerate wraps a model for it, and a pipeline is left alone."""
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), outputs.logits.dtype))
+        return summed(outputs, labels, num_items_in_batch or 1)
+
+    args = arguments(
+        str(tmp_path), max_steps=1, bf16=True, load_best_model_at_end=False, eval_strategy="no", save_strategy="no"
+    )
+    given = {"train_dataset": rows(8, 1), "eval_dataset": rows(8, 2), "compute_loss_func": loss}
+    trainer = PipelineTrainer(model=llama(), args=args, pipeline_options={"microbatches": 2}, **given)
+    trainer.train()
+    assert set(seen) == {(True, torch.bfloat16)}
+    seen.clear()
+    trainer.predict(rows(8, 2))
+    assert set(seen) == {(True, torch.bfloat16)}
+
+
 @pytest.mark.parametrize("kind", ["own loss", "function"])
 def test_a_packed_row_is_cut_between_its_texts(kind: str, tmp_path: Path) -> None:
     """`DataCollatorWithFlattening` makes one row of a batch: its texts are the microbatches, and the loss is that of the row."""

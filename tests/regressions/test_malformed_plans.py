@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import PlanError
-from penstock.plan import Placement, Plan, StageGraph, dumps
+from penstock.errors import ParseError, PlanError
+from penstock.plan import Placement, Plan, StageGraph, dumps, loads
 from penstock.plan.actions import backward, forward
 from penstock.schedules import Recipe, Sizes
 from penstock.simulate import simulate
@@ -37,3 +37,9 @@ def test_an_index_error_of_a_schedule_comes_out() -> None:
 
     with pytest.raises(IndexError, match="list index out of range"):
         Recipe("short", "the first rank alone", rank_actions)(2, 1)
+
+
+def test_an_action_that_may_stand_twice_is_looked_at_both_times() -> None:
+    """Of a second UNSHARD nobody asked on which rank it stands."""
+    with pytest.raises(ParseError, match="row 2, column 2: 0UNSHARD is on rank 1; expected it on rank 0"):
+        loads("0UNSHARD,0F0,0B0,0RESHARD\n1F0,0UNSHARD,1B0", placement=Placement.loop(2))
