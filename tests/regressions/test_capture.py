@@ -524,6 +524,19 @@ def test_constants_of_another_mode_or_size_are_its_own() -> None:
                 torch.testing.assert_close(made(x[:rows]), model.train(mode)(x[:rows]))
 
 
+def test_constants_of_another_mode_follow_a_change_of_type_and_are_held_once() -> None:
+    """Those of a mode that is first run after `.to(torch.bfloat16)` stayed float32; equal ones were held for each mode and size."""
+    model, x = OtherConstants(), torch.randn(6, 4)
+    pipe = pipeline(model, (x,)).to(torch.bfloat16)
+    for mode in (True, False):
+        for rows in (6, 1):
+            found = pipe.train(mode)(x[:rows].bfloat16())
+            torch.testing.assert_close(found, model.train(mode)(x[:rows]).bfloat16(), rtol=0.1, atol=0.1)
+    values = [buffer.item() for buffer in pipe.buffers() if buffer.numel()]
+    assert {*values} == {3.0, 5.0}
+    assert len(values) < 6
+
+
 class NamesThatMeet(nn.Module):
     """Reads the plain tensors `inner.table` and `inner_table`."""
 

@@ -72,6 +72,7 @@ class StageModule(nn.Module):
         self._why_not: dict[Key, str] = {}
         self._device = source.example.device
         self.register_buffer("_anchor", torch.empty(0, device=self._device), persistent=False)
+        self._made_as = self._anchor.dtype  # another since: so are all tensors of the module that are no whole numbers
         self._learn(self.mode, piece)
         if self.mode[0] is not None:
             self.training = self.mode[0]
@@ -231,8 +232,12 @@ class StageModule(nn.Module):
                 f"in {'training' if key[0] else 'evaluation'} stage {self.stage_index} uses {', '.join(missing)}, "
                 "which it does not hold; capture the model once in each mode instead"
             )
+        changed = None if self._anchor.dtype is self._made_as else self._anchor.dtype
         for name, value in piece.constants.items():  # one of another graph may have the same name, and other values
-            self.register_buffer(_of_graph(key, name), value.detach().to(self._anchor.device), persistent=False)
+            made = value.detach().to(self._anchor.device, changed if value.is_floating_point() else None)
+            others = (self._buffers.get(_of_graph(other, name)) for other in self._pieces)
+            made = next((other for other in others if other is not None and _is_same(other, made)), made)
+            self.register_buffer(_of_graph(key, name), made, persistent=False)
         program = piece.program.moved(self._device, self._anchor.device)
         self._pieces[key] = replace(piece, program=program, constants={})
 
@@ -295,6 +300,10 @@ class StageModule(nn.Module):
         made = ("_functions", "_compiled_call_impl")
         kept = {k: v for k, v in self.__dict__.items() if k not in made and not isinstance(v, torch.fx.GraphModule)}
         return kept | {"_functions": {}}
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
 
 
 def _of_graph(key: Key, name: str) -> str:
