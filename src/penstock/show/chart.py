@@ -8,14 +8,11 @@ from math import ceil, floor
 from typing import Final, NamedTuple
 
 from penstock.show.html import page, style
-from penstock.show.svg import nice_step
+from penstock.show.svg import STYLE, nice_step
 
-_STYLE: Final = """
-text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;font-size:11.5px;fill:#364152}
-.paper{fill:#fff}.title{font-weight:650;font-size:14px}.grid{stroke:#dfe4ec}.tick{font-size:10.5px;fill:#7a8699}
-.line{fill:none;stroke:#2f6fdb;stroke-width:2}.ours{fill:#2f6fdb}.theirs{fill:#c2410c}
-@media (prefers-color-scheme:dark){.paper{fill:#141a24}text{fill:#cbd4e1}.grid{stroke:#2b3545}.tick{fill:#8793a6}
-.line{stroke:#6ea0f5}.ours{fill:#6ea0f5}.theirs{fill:#f59e6b}}
+_STYLE: Final = f"""{STYLE}.up{{text-anchor:end}}
+.line{{fill:none;stroke:#2f6fdb;stroke-width:2}}.ours{{fill:#2f6fdb}}.theirs{{fill:#c2410c}}
+@media (prefers-color-scheme:dark){{.line{{stroke:#6ea0f5}}.ours{{fill:#6ea0f5}}.theirs{{fill:#f59e6b}}}}
 """
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 44
 
@@ -58,13 +55,14 @@ def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterato
     for tick in across.ticks:
         x = across.at(tick)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
-        yield f'<text class="tick" x="{x:.1f}" y="{height - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
+        yield f'<text class="tick" x="{x:.1f}" y="{height - _BOTTOM + 16}">{tick:g}</text>'
     for tick in up.ticks:
         y = up.at(tick)
         yield f'<line class="grid" y1="{y:.1f}" y2="{y:.1f}" x1="{_LEFT}" x2="{width - _RIGHT}"/>'
-        yield f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
-    yield f'<text x="{(_LEFT + width - _RIGHT) / 2}" y="{height - 10}" text-anchor="middle">peak memory of a rank</text>'
-    yield f'<text x="{_LEFT}" y="{_TOP - 6}">makespan</text>'
+        yield f'<text class="tick up" x="{_LEFT - 8}" y="{y + 4:.1f}">{tick:g}</text>'
+    middle = (_LEFT + width - _RIGHT) / 2
+    yield f'<text class="word" x="{middle}" y="{height - 10}" text-anchor="middle">peak memory of a rank</text>'
+    yield f'<text class="word" x="{_LEFT}" y="{_TOP - 6}">makespan</text>'
     if ours := sorted(mark for mark in marks if mark.ours):
         steps = "".join(f"H{across.at(mark.x):.1f}V{up.at(mark.y):.1f}" for mark in ours[1:])
         start = f"M{across.at(ours[0].x):.1f} {up.at(ours[0].y):.1f}"
@@ -75,7 +73,7 @@ def _parts(marks: Sequence[Dot], title: str, width: int, height: int) -> Iterato
         words = escape(f"{mark.label}: memory {mark.x:.6g}, makespan {mark.y:.6g}")
         yield f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{words}</title></circle>'
         if not mark.ours:
-            yield f'<text x="{x + 7:.1f}" y="{y - 5:.1f}">{escape(mark.label)}</text>'
+            yield f'<text class="word" x="{x + 7:.1f}" y="{y - 5:.1f}">{escape(mark.label)}</text>'
     yield "</svg>"
 
 

@@ -17,7 +17,7 @@ from penstock.show.numbers import figures, sizes, time_text
 from penstock.show.picture_rows import Bar, Picture
 from penstock.simulate import Timeline, simulate
 
-_STYLE: Final = """
+STYLE: Final = """
 text{font-family:system-ui,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
 .paper{fill:#fff}.title{font-weight:650;font-size:14px;fill:#1b2433}.figures,.word{font-size:11.5px;fill:#5b6779}
 .rank{font-size:11.5px;font-weight:600;fill:#364152;text-anchor:end}.tick{font-size:10.5px;fill:#7a8699;text-anchor:middle}
@@ -76,7 +76,7 @@ class _Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
             f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{name}: {words}">'
         )
-        yield f"<style>{_STYLE}</style>"
+        yield f"<style>{STYLE}</style>"
         yield (
             '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
             '<rect class="track" width="6" height="6"/><path class="hatch" d="M0 0V6" stroke-width="2"/></pattern>'
