@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from penstock.balance.problem import Problem
 
@@ -95,7 +96,8 @@ def slowest(problem: Problem, window: list[list[int]]) -> int | None:
         return max(weight * problem.cost(s, cuts[s], cuts[s + 1]) for s, weight in enumerate(problem.weights))
 
     even = -(-problem.prefix[-1] // sum(Fraction(1, weight) for weight in problem.weights))
-    low = max(even, problem.longest * min(problem.weights))
+    longest = max(stop - start for start, stop in pairwise(problem.prefix))  # the time of the slowest layer
+    low = max(even, longest * min(problem.weights))
     bound, gap = low, max(1, low >> 12)
     while (high := attempt(bound)) is None:
         if bound == problem.ceiling:

@@ -77,11 +77,6 @@ class Problem:
         return [0, *accumulate(self._exact[0])]
 
     @cached_property
-    def longest(self) -> int:
-        """The time of the slowest layer."""
-        return max(self._exact[0])
-
-    @cached_property
     def ceiling(self) -> int:
         """More than any stage or rank can cost, weighed."""
         wires = 2 * self.num_stages * max(map(max, self._exact[1].values()), default=0)

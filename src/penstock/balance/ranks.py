@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.balance.chain import Layers, sweep, windows
 from penstock.balance.problem import Problem
@@ -32,8 +31,7 @@ class TooLarge(Exception):
 Goal = Literal["stage", "rank", "excess"]
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One rank's turn: known before the search, whatever the cuts will be."""
 
     rank: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from penstock.plan.actions import OP
@@ -22,8 +21,7 @@ class Cell(NamedTuple):
     code: int
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The slots of every rank.
 
     >>> from penstock.schedules import get_schedule

@@ -61,8 +61,7 @@ class Question:
             raise PlanError(f"a question about {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
         given = {name: value for name, value in asked.items() if value is not None}
         try:
-            for name in [name for name in _READ if name in given]:
-                given[name] = _READ[name](given[name])
+            given |= {name: read(given[name]) for name, read in _READ.items() if name in given}
         except (TypeError, ValueError, OverflowError) as error:
             raise PlanError(f"a question with {given!r}: {error}") from None
         return cls(**given)
