@@ -53,6 +53,13 @@ def test_a_slow_link_is_named() -> None:
     assert "messages from rank 1 to rank 2 take 3 s instead of" in "".join(named)
 
 
+def test_the_schedule_is_not_blamed_for_the_time_that_messages_occupy_links() -> None:
+    """The waiting of a schedule was reckoned with messages that took no time to arrive, and still occupied their links."""
+    narrow = replace(EVEN, bandwidth=2.0, output_bytes=(1.0,) * 4)
+    found = [one for one in WhatIf(PLAN, narrow, EVEN, 33.0).mended() if one.what.startswith("the schedule")]
+    assert [one.saved for one in found] == pytest.approx([simulate(PLAN, EVEN).makespan - 24])
+
+
 def test_unequal_microbatches_are_named() -> None:
     uneven = replace(EVEN, microbatches=(3.0, 1.0, 0.5, 0.5, 0.5, 0.5, 1.0, 1.0))
     found = [one for one in step(uneven).mended() if one.what.startswith("microbatches of unequal")]

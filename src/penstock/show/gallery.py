@@ -36,7 +36,7 @@ def gallery(schedules: Iterable[Recipe] | None = None) -> dict[str, str]:
     >>> sorted(gallery(all_schedules()[:1]))
     ['gallery.md', 'gallery/forward.svg']
     """
-    chosen = tuple(all_schedules() if schedules is None else schedules)
+    chosen = all_schedules() if schedules is None else schedules
     timed = [(recipe, simulate(recipe(NUM_RANKS, NUM_MICROBATCHES))) for recipe in chosen]
     made = {f"gallery/{recipe.name}.svg": to_svg(timeline, width=880) for recipe, timeline in timed}
     made["gallery.md"] = "\n".join(

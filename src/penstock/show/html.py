@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
@@ -33,8 +33,7 @@ _CAUSE_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of a page: put `style` into a <style> and `script` into a <script> after all sections, once each.
 
     timeline_section([("planned", timeline)]).html

@@ -39,9 +39,8 @@ def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     ['C', 'M', 'X', 'f', 's']
     """
     timeline = simulate(shown) if isinstance(shown, Plan) else shown
-    made = _Trace(timeline)
     return {
-        "traceEvents": list(made.events()),
+        "traceEvents": list(_Trace(timeline).events()),
         "displayTimeUnit": "ms",
         "otherData": {"schedule": timeline.plan.name, "unit": timeline.unit or "1 = 1 ms", "by": "penstock"},
     }
