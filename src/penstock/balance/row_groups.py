@@ -163,18 +163,17 @@ def _exchange(high: _Group, low: _Group, prices: Sequence[float], lengths: Seque
     gap = high.cost - low.cost
     others = sorted(low.rows, key=prices.__getitem__)
     levels = [prices[row] for row in others]
-    choices = []  # how far from half the gap; the row that goes; the one that comes, or -1, which costs nothing
+    choices = []  # how far from half the gap; the row that goes; the one that comes, or -1, which costs nothing; what both change
     for row in high.rows:
         near = bisect_left(levels, prices[row] - gap / 2)
         for other in (*others[max(0, near - 1) : near + 1], *([-1] if len(high.rows) > 1 else [])):
             won, grown = prices[row] - prices[other], lengths[row] - lengths[other]
             fits = low.length + grown <= room and high.length - grown <= room
             if fits and gap * _ROUNDING < won < gap * (1 - _ROUNDING):
-                choices.append((abs(won - gap / 2), row, other))
+                choices.append((abs(won - gap / 2), row, other, won, grown))
     if not choices:
         return False
-    _, row, other = min(choices)
-    won, grown = prices[row] - prices[other], lengths[row] - lengths[other]
+    _, row, other, won, grown = min(choices)
     high.change(row, other, -won, -grown)
     low.change(other, row, won, grown)
     return True

@@ -85,7 +85,16 @@ def balance(
     found = _solve(problem, objective)
     if found is None:
         raise no_room(problem)
-    return _result(problem, found[0], objective=objective, exact=found[1])
+    cuts, exact = found
+    costs = [problem.cost(s, cuts[s], cuts[s + 1]) for s in range(num_stages)]
+    weighed = [sum(costs[s] for s in stages) for stages in problem.rank_stages] if objective == "rank" else costs
+    return Cuts(
+        stages=tuple(_stage(problem, stage, cuts=cuts, cost=cost) for stage, cost in enumerate(costs)),
+        rank_memory=tuple(problem.rank_memory(rank, cuts) for rank in range(problem.num_ranks)),
+        slowest=max(weighed) / problem.scale,
+        objective=objective,
+        exact=exact,
+    )
 
 
 @takes(BalanceError)
@@ -191,15 +200,13 @@ def _in_flight(
     entries = [given(stage) for stage in range(num_stages)] if callable(given) else list(given)
     if len(entries) != num_stages:
         raise BalanceError(f"microbatches_in_flight has {len(entries)} entries, expected {num_stages}: one a stage")
-    pairs = []
-    for stage, entry in enumerate(entries):
-        pair = (entry, 0) if isinstance(entry, int) else entry
+    pairs = tuple((entry, 0) if isinstance(entry, int) else entry for entry in entries)
+    for stage, pair in enumerate(pairs):
         if len(pair) != 2 or any(not isinstance(n, int) or n < 0 for n in pair):
             raise BalanceError(
-                f"microbatches_in_flight of stage {stage} is {entry!r}, expected a count, or two: held to I, held to W"
+                f"microbatches_in_flight of stage {stage} is {entries[stage]!r}, expected a count, or two: held to I, held to W"
             )
-        pairs.append(pair)
-    return tuple(pairs)
+    return pairs
 
 
 def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
@@ -228,18 +235,6 @@ def _solve(problem: Problem, objective: ranks.Goal) -> tuple[tuple[int, ...], bo
         return None if bound is None else (ranks.settle(problem, objective, bound), True)
     except ranks.TooLarge:
         return by_shares(problem), False
-
-
-def _result(problem: Problem, cuts: tuple[int, ...], *, objective: str, exact: bool) -> Cuts:
-    costs = [problem.cost(s, cuts[s], cuts[s + 1]) for s in range(problem.num_stages)]
-    weighed = [sum(costs[s] for s in stages) for stages in problem.rank_stages] if objective == "rank" else costs
-    return Cuts(
-        stages=tuple(_stage(problem, stage, cuts=cuts, cost=cost) for stage, cost in enumerate(costs)),
-        rank_memory=tuple(problem.rank_memory(rank, cuts) for rank in range(problem.num_ranks)),
-        slowest=max(weighed) / problem.scale,
-        objective=objective,
-        exact=exact,
-    )
 
 
 def _stage(problem: Problem, stage: int, *, cuts: tuple[int, ...], cost: int) -> StageCut:

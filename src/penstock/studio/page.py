@@ -71,8 +71,7 @@ def _form() -> str:
     counts = "".join(
         _number(name, name, hint, f'min="1" max="{most}" step="1"', slider.format(name)) for name, most, hint in _COUNTS
     )
-    times = "".join(_number(name, label, hint) for name, label, hint in _TIMES)
-    links = "".join(_number(name, label, hint) for name, label, hint in _LINKS)
+    times, links = ("".join(_number(*row) for row in rows) for rows in (_TIMES, _LINKS))
     links += (
         '<label class="st-wide" title="latencies of single links: 2-3=4 both ways, 2&gt;3=4 one way">single links'
         '<input name="links" type="text" placeholder="all the same; 2-3=4"></label>'
