@@ -55,7 +55,6 @@ def heaviest(problem: Problem) -> int:
 
 def _least_excess(problem: Problem) -> tuple[int, bool]:
     """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
-    assert problem.limits is not None, "an excess is asked for only where there are limits"
     most = heaviest(problem)
 
     def fits(excess: int) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import PlanError
@@ -147,17 +149,10 @@ class _Layout:
 
     def folded(self, cells: Iterable[Cell], room: int) -> list[list[Piece]]:
         """A row, in blocks of so many columns."""
-        blocks: list[list[Piece]] = [[]]
-        left = width = room * self.cell
-        for whole, style in self.row(cells):
-            rest = whole
-            while rest:
-                blocks[-1].append(Piece(rest[:left], style))
-                rest, left = rest[left:], left - len(rest)
-                if left <= 0:
-                    blocks.append([])
-                    left = width
-        return blocks
+        letters = [(style, letter) for whole, style in self.row(cells) for letter in whole]
+        width = room * self.cell
+        blocks = (groupby(letters[first : first + width], itemgetter(0)) for first in range(0, len(letters), width))
+        return [[Piece("".join(letter for _, letter in run), style) for style, run in block] for block in blocks]
 
     def row(self, cells: Iterable[Cell]) -> Iterator[Piece]:
         at = 0

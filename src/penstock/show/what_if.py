@@ -69,7 +69,7 @@ class WhatIf:
 
     def mended(self) -> list[Mended]:
         """What costs time, the most first."""
-        changes = chain(self._ranks(), self._stages(), self._links(), self._others())
+        changes = chain(self._ranks(), self._stages(), self._others())
         steps = [(what, self._time(costs)) for what, costs in changes]
         found = [*(Mended(what, step, self.step - step) for what, step in steps), self._waiting()]
         worth = [one for one in found if one.saved > _WORTH * self.step]
@@ -100,15 +100,14 @@ class WhatIf:
         if max(work) > _SLOWER * mean:
             yield "the cut is uneven: all stages together, with the same work in each", self._scaled_evenly()
 
-    def _links(self) -> _Changes:
+    def _others(self) -> _Changes:
+        """Slow links, all messages, and microbatches of unequal length."""
         for link in self.costs.links:
             if link.latency > self.costs.latency:
                 others = tuple(other for other in self.costs.links if other != link)
                 usual, slow = time_text(self.costs.latency, "s"), time_text(link.latency, "s")
                 words = f"messages from rank {link.sender} to rank {link.receiver} take {slow} instead of {usual}"
                 yield words, replace(self.costs, links=others)
-
-    def _others(self) -> _Changes:
         yield "messages: if they cost nothing", _without_messages(self.costs)
         yield "microbatches of unequal length: if all were of the average length", self._even
 
