@@ -161,7 +161,7 @@ def _block(name: str, timeline: Timeline) -> str:
 def _side(timeline: Timeline) -> str:
     """How the ranks together spent the makespan; then how each did, and its peak memory."""
     whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
-    rows = []
+    rows = ""
     for rank, busy in enumerate(timeline.busy):
         shares = [("busy", busy), *((cause, getattr(timeline.idle[rank], cause)) for cause in CAUSES)]
         stack = "".join(
@@ -171,10 +171,8 @@ def _side(timeline: Timeline) -> str:
             if value > 0
         )
         held = f"<td>{memory_text(peaks[rank])}</td>" if holds(timeline) else ""
-        rows.append(
-            f'<tr><td>rank {rank}</td><td class="ps-share"><div class="ps-stack">{stack}</div></td>'
-            f"<td>{percent(busy / whole)}</td>{held}</tr>"
-        )
+        rows += f'<tr><td>rank {rank}</td><td class="ps-share"><div class="ps-stack">{stack}</div></td>'
+        rows += f"<td>{percent(busy / whole)}</td>{held}</tr>"
     peak_head = "<th>peak</th>" if holds(timeline) else ""
     head = f"<thead><tr><th>rank</th><th></th><th>busy</th>{peak_head}</tr></thead>"
     causes = "".join(
@@ -182,5 +180,5 @@ def _side(timeline: Timeline) -> str:
         f"<b>{percent(total / (timeline.makespan * len(timeline.idle) or 1.0))}</b>"
         for cause, total in ({"busy": sum(timeline.busy)} | idle_sums(timeline)).items()
     )
-    table = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
+    table = f"<table>{head}<tbody>{rows}</tbody></table>"
     return f'<aside class="ps-side"><div class="ps-causes">{causes}</div>{table}</aside>'

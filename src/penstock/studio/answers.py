@@ -123,9 +123,8 @@ def _shown(question: Question) -> dict[str, object]:
 
 
 def _timeline(question: Question) -> Timeline:
-    plan = get_schedule(question.schedule)(
-        question.ranks, question.microbatches, stages_per_rank=question.stages_per_rank
-    )
+    recipe = get_schedule(question.schedule)
+    plan = recipe(question.ranks, question.microbatches, stages_per_rank=question.stages_per_rank)
     costs = _costs(plan, question)
     if question.messages or question.transfer:  # links are occupied by messages, which lowering makes
         plan = lower(plan)
@@ -134,13 +133,10 @@ def _timeline(question: Question) -> Timeline:
 
 
 def _costs(plan: Plan, question: Question) -> Costs:
-    count = plan.num_stages
-    costs = Costs.per_rank(
-        num_stages=count,
-        stages_per_rank=-(-count // plan.num_ranks),
-        held_to_weight=question.kept_for_weights,
-        **{name: getattr(question, name) for name in _TIMES},
-    )
+    count, kept = plan.num_stages, question.kept_for_weights
+    times = {name: getattr(question, name) for name in _TIMES}
+    each = -(-count // plan.num_ranks)
+    costs = Costs.per_rank(num_stages=count, stages_per_rank=each, held_to_weight=kept, **times)
     if question.transfer > 0:
         costs = replace(costs, bandwidth=1.0 / question.transfer, output_bytes=(1.0,) * count)
     links = [link._replace(bandwidth=costs.bandwidth) for text in question.links for link in Link.read(text)]
