@@ -92,7 +92,7 @@ def pipeline(
     device = device_of((*module.parameters(), *module.buffers(), *leaves))
     source = Retracer(
         skeleton=skeleton_of(module, device),
-        example=Example(table, list(map(_without_data, leaves, table.names)), dims, device),
+        example=Example(table, list(map(_without_data, leaves)), dims, device),
         fall_back=dynamic_shapes is None,
         points={} if num_stages is not None else points_of(module, split_spec or {}),
         names=StateNames.of(module),
@@ -148,9 +148,7 @@ def _assembled(
     return Pipe(stages, info)
 
 
-def _without_data(leaf: object, name: str) -> torch.Tensor:
-    if not isinstance(leaf, torch.Tensor):
-        raise CaptureError(f"{name} of the example is a {type(leaf).__name__}; give a tensor or a plain value")
+def _without_data(leaf: Tensor) -> Tensor:
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     return made.requires_grad_(leaf.requires_grad)
 
