@@ -25,9 +25,7 @@ def is_block_mask(value: object) -> TypeGuard[BlockMask]:
 
 def block_mask_batch(mask: BlockMask) -> int:
     """The batch size of a block mask; 1 means that it holds for every row of the batch."""
-    if mask.kv_num_blocks.dim() < 3:
-        return 1
-    return mask.kv_num_blocks.size(0)
+    return 1 if mask.kv_num_blocks.dim() < 3 else mask.kv_num_blocks.size(0)
 
 
 @takes(SplitError)

@@ -342,12 +342,9 @@ def _check_count(ready: Microbatches, num_microbatches: int, path: Path) -> None
 
 def _ambiguous(leaf: _Leaf, batch: _Batch | None) -> SplitError:
     shape = tuple(leaf.value.shape)
+    reason = f"its dimension 0 is not {batch}" if shape else f"it has no dimension that could be {batch}"
     if batch is None:
         reason = "no tensor shows a batch size"
-    elif not shape:
-        reason = f"it has no dimension that could be {batch}"
-    else:
-        reason = f"its dimension 0 is not {batch}"
     text = f"{leaf.path} has shape {shape}, and {reason}. To hand it to every microbatch whole, write "
     text += leaf.path.write("Replicate()")
     if shape:

@@ -226,9 +226,7 @@ def _parts(nest: Nest, spec: Value) -> Iterator[object]:
 
 
 def _normal(spec: Value, leaf: torch.Tensor, name: str) -> dict[int, object] | None:
-    if spec is None:
-        return None
-    entries = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec))
+    entries = dict(spec) if isinstance(spec, Mapping) else dict(enumerate(spec or ()))
     for dim in entries:
         if not 0 <= dim < leaf.ndim:
             raise CaptureError(
