@@ -525,9 +525,9 @@ def test_constants_of_another_mode_or_size_are_its_own() -> None:
 
 
 def test_constants_of_another_mode_follow_a_change_of_type_and_are_held_once() -> None:
-    """Those of a mode that is first run after `.to(torch.bfloat16)` stayed float32; equal ones were held for each mode and size."""
+    """Those of a mode that is first run after `.to(torch.bfloat16)` stayed float32, and equal ones were held for each."""
     model, x = OtherConstants(), torch.randn(6, 4)
-    pipe = pipeline(model, (x,)).to(torch.bfloat16)
+    pipe = pipeline(copy.deepcopy(model), (x,)).to(torch.bfloat16)
     for mode in (True, False):
         for rows in (6, 1):
             found = pipe.train(mode)(x[:rows].bfloat16())
@@ -555,3 +555,28 @@ def test_constants_whose_names_differ_in_a_dot_alone_are_two() -> None:
     """Both were called `_constant_model_inner_table` in the stage, which went on with the first for both."""
     model, x = NamesThatMeet(), torch.randn(3, 4)
     torch.testing.assert_close(pipeline(model, (x,))(x), model(x))
+
+
+class TakesMore(nn.Module):
+    """Takes a tensor and a flag among further arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return self.last(torch.relu(self.first(x)) + more["bias"] * (2 if more.get("twice") else 1))
+
+
+def test_further_arguments_are_named_as_torch_export_names_them_and_none_is_made_up() -> None:
+    """`dynamic_shapes` may say them under the name of `**more`. A flag that was left out was taken from the capture, silently."""
+    model, rows, x = TakesMore(), torch.export.Dim.AUTO, torch.randn(4, 4)
+    shapes = {"x": {0: rows}, "more": {"bias": {0: rows}, "twice": None}}
+    split = {"last": SplitPoint.BEGINNING}
+    pipe = pipeline(
+        model, (x,), {"bias": x, "twice": True}, split_spec=split, dynamic_shapes=shapes, output_loss_value_spec={}
+    )
+    other = torch.randn(7, 4)
+    torch.testing.assert_close(pipe(other, bias=other, twice=True), model(other, bias=other, twice=True))
+    with pytest.raises(CaptureError, match="argument 'twice' is missing"):
+        pipe(other, bias=other)

@@ -117,7 +117,9 @@ class InputTable:
         for name, recipe in self.recipes.items():
             if name in values:
                 found |= _leaves(name, recipe, values.pop(name))
-            elif recipe.num_leaves and not partial:
+            elif not partial and (
+                recipe.num_leaves or (recipe.data is not None and name not in self.signature.parameters)
+            ):
                 raise CaptureError(f"argument {name!r} is missing; the model was captured with it")
         if unknown := [name for name, value in values.items() if value is not None and not partial]:
             raise CaptureError(
@@ -204,6 +206,9 @@ def given_dims(table: InputTable, leaves: Sequence[torch.Tensor], spec: Mapping[
     found: dict[str, object] = dict.fromkeys(table.names)
     example = dict(zip(table.names, leaves, strict=True))
     known = {**dict.fromkeys(table.names, LEAF), **table.recipes}
+    for name, parameter in table.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and name not in known:  # as torch.export names them
+            spec = {key: value for key, value in spec.items() if key != name} | dict(spec.get(name) or {})  # type: ignore[call-overload]
     for name, value in spec.items():
         if name not in known:
             raise CaptureError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table.names)}")

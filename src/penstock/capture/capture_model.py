@@ -101,7 +101,8 @@ def pipeline(
         policy=split_policy,
         why_static=why,
     )
-    loss_spec = getattr(module, "loss_spec", None) if output_loss_value_spec is None else output_loss_value_spec
+    marked = isinstance(output_loss_value_spec, torch.Tensor) or output_loss_value_spec  # the former is refused below
+    loss_spec = output_loss_value_spec if marked else getattr(module, "loss_spec", None)
 
     def measure(flat: Traced, where: cost_cuts.Where) -> Profile:
         marks = [Mark(place, f"operator {place}") for place, _ in where]

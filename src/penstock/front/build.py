@@ -45,7 +45,11 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
         raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
     group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
     there = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
-    device = made[0].device if made else torch.device(next(iter(there), "cpu") if of_ranks.device is None else of_ranks.device)
+    device = (
+        made[0].device
+        if made
+        else torch.device(next(iter(there), "cpu") if of_ranks.device is None else of_ranks.device)
+    )
     ends = Ends.of(group, of_ranks.mesh, device, beside=of_ranks.parallelize is not None)
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)

@@ -107,7 +107,9 @@ class Reader:
     name: str = ""
     keys: dict[str, int] = field(init=False, default_factory=dict)  # the text before the microbatch -> the key
     seen: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # action -> its first row and column
-    again: list[tuple[int, tuple[int, int]]] = field(init=False, default_factory=list)  # those that may stand twice, and do
+    again: list[tuple[int, tuple[int, int]]] = field(
+        init=False, default_factory=list
+    )  # those that may stand twice, and do
 
     def plan(self, rows: Sequence[Iterable[_Cell]]) -> Plan:
         whole = self.source or "the plan"
