@@ -53,13 +53,9 @@ class PipeInfo(capture.PipeInfo):
         """The stages as nodes, and the values that travel between them. It returns the leaves of the model's output."""
         graph, last = fx.Graph(), self.num_stages - 1
         values: dict[str, fx.Node] = {}
-        taken: set[str] = set()
         for name in self.inputs.names:
-            short = re.sub(r"\W+", "_", name).strip("_")
-            while short in taken:
-                short += "_"
-            taken.add(short)
-            values[name] = graph.placeholder(short)
+            values[name] = node = graph.placeholder(re.sub(r"\W+", "_", name).strip("_"))
+            node.target = node.name  # which the graph keeps apart from others
         for stage in range(self.num_stages):
             name = get_submod_name(stage)
             node = graph.call_module(name, tuple(values[wire.name] for wire in self.stage_inputs[stage]))
