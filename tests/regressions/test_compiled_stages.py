@@ -46,6 +46,21 @@ def compare(name: str, kind: type[nn.Module], *, compiled: tuple[int, ...] | Non
     assert close(got, loop_grads(modules, x, y, 3))
 
 
+def hears_once(name: str, kind: type[nn.Module]) -> None:
+    """Each parameter of a pipeline of such stages, all of them compiled, hears of its gradient once a microbatch."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [kind().double() for _ in range(2)]
+    fired: list[str] = []
+    for index, module in enumerate(modules):
+        module.compile(backend="aot_eager")
+        for key, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
+    x, y = batch(6)
+    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
+    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
+
+
 # -- a graph that goes through AOTAutograd's runtime
 
 
@@ -111,17 +126,7 @@ class UsedInEveryPiece(nn.Module):
 def test_a_weight_of_several_graphs_hears_of_all_of_them_at_once(name: str) -> None:
     """Where no input needed a gradient, a graph was called with the parameters themselves: these heard of it from autograd, and
     again of the other graphs. An optimizer in such a hook took two steps, each with a part of the gradient."""
-    torch.manual_seed(0)
-    modules: list[nn.Module] = [UsedInEveryPiece().double() for _ in range(2)]
-    fired: list[str] = []
-    for index, module in enumerate(modules):
-        module.compile(backend="aot_eager")
-        for key, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
-    x, y = batch(6)
-    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
-    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
-    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
+    hears_once(name, UsedInEveryPiece)
 
 
 @torch._dynamo.disable
@@ -161,17 +166,7 @@ class ScaledOutside(UsedOutside):
 def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_backward(kind: type[nn.Module], name: str) -> None:
     """A stage that is compiled in pieces did the weight part of its graphs after autograd had been through the eager code: a hook
     heard of each, and an optimizer in it took two steps a microbatch."""
-    torch.manual_seed(0)
-    modules: list[nn.Module] = [kind().double() for _ in range(2)]
-    fired: list[str] = []
-    for index, module in enumerate(modules):
-        module.compile(backend="aot_eager")
-        for key, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
-    x, y = batch(6)
-    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
-    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
-    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
+    hears_once(name, kind)
     compare(name, kind)
 
 
