@@ -28,12 +28,12 @@ from penstock.stage.backward import (
     run_deferred,
 )
 from penstock.stage.buffers import buffer_tables, copied_out, remember
-from penstock.stage.cut_graph import accumulate_graphs, collecting, in_one_piece
+from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
 from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
-from penstock.stage.recompute import Repeats
+from penstock.stage.recompute import Repeats, second_run
 from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
 
@@ -209,7 +209,26 @@ class StageRun:
         return output
 
     def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-        """The module, and on the last stage the loss."""
+        """The module, and on the last stage the loss.
+
+        After graphs were compiled, a forward shows whether other code uses their parameters. If so it is run again, with
+        gradients of these that go by way of autograd.
+        """
+        compiled = self.compiled
+        if compiled is None or compiled.looked or not self.grad:
+            return self.call_once(microbatch, args, kwargs)
+        rewind = remember(self.module, args)
+        output = self.call_once(microbatch, args, kwargs)
+        loss = None if self.last is None else self.last.losses[microbatch]
+        if compiled.look(tensors_in((output, loss))):
+            if self.last is not None:
+                self.last.losses[microbatch] = None
+            rewind()
+            with second_run():
+                output = self.call_once(microbatch, args, kwargs)
+        return output
+
+    def call_once(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         found = self.compiled.call_held(args, kwargs) if microbatch in self.unattached else None  # type: ignore[union-attr]
         if found is not None:
             output, self.pending[microbatch] = found
@@ -217,10 +236,11 @@ class StageRun:
             if self.compiled is None:
                 output = self.module(*args, **kwargs)
             else:
-                with in_one_piece():
+                with self.compiled.in_one_piece(split=False):
                     output = self.module(*args, **kwargs)
         elif self.deferral is not None:
-            output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
+            with nullcontext() if self.compiled is None else self.compiled.in_one_piece(split=True):
+                output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]

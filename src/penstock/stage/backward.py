@@ -236,12 +236,12 @@ def _accumulate_all(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pendin
     """The whole backward of a microbatch that was found to use a deferred weight in two ways: what the deferred calls need is
     looked for first, so that all of its parameters accumulate in one engine call, and each hook fires once."""
     anchors = pending.anchors()
-    found = capture(roots, grads, inputs=(*anchors, ROOT))
+    with collecting():  # compiled parts before the first deferred call do not run yet, so those that do are not asked
+        found = capture(roots, grads, inputs=(*anchors, ROOT))
     for anchor, grad in zip(anchors, found, strict=False):
         anchor.grad = grad
     pending.harvest(in_groups=False)
-    with collecting():  # compiled parts have left their weight work already
-        accumulate(list(pending.work), roots, grads)
+    accumulate(list(pending.work), roots, grads)
     pending.work, pending.records, pending.functions = [], [], []
     for anchor in anchors:
         anchor.grad = None

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import NotCompiled
 from penstock.nest import Value
-from penstock.stage.cut_graph import NOTE, Compiled, here
+from penstock.stage.cut_graph import NOTE, Compiled, here, is_in_one_piece
 from penstock.stage.joint import Joint, TracedGraph
 
 _probes: list[threading.Thread] = []  # see `probe_processor`
@@ -68,6 +68,8 @@ class StageBackend:
     rest computed again in the backward.
     """
 
+    num_graphs = 0  # that this process has compiled for stages so far
+
     def __init__(self, inner: object = "inductor", *, memory_budget: float | None = None) -> None:
         again = inner if isinstance(inner, StageBackend) else None
         self.inner: object = inner if again is None else again.inner  # the name of a backend, or one
@@ -88,6 +90,7 @@ class StageBackend:
         import torch._functorch.config as functorch_config
         from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
+        StageBackend.num_graphs += 1
         options: dict[str, Value] = {"force_non_lazy_backward_lowering": True}
         if self.memory_budget is not None:
             options["activation_memory_budget"] = self.memory_budget
@@ -223,7 +226,8 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         return compiled
 
     def call(*args: Value) -> Value:
-        if not torch.is_grad_enabled() or here.in_one_piece:
+        parameters = [args[place] for place in weights]
+        if not torch.is_grad_enabled() or is_in_one_piece(parameters):
             return compiled(*args)
         others = [value for place, value in enumerate(args) if place not in weights and isinstance(value, Tensor)]
         given = list(args)
@@ -235,7 +239,7 @@ def _with_aliases(compiled: GraphCall, weights: list[int]) -> GraphCall:
         outputs = compiled(*given)
         node = _node_of((*outputs, *given), since)  # what a graph does may be to change an input, and nothing else
         if node is not None:
-            node.metadata[NOTE] = tuple([args[place] for place in weights])  # type: ignore[index]  # torch has it as a method
+            node.metadata[NOTE] = parameters  # type: ignore[index]  # torch has it as a method
         return outputs
 
     return call

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,7 +62,8 @@ class GraphWork(NamedTuple):
 
 class _Here(threading.local):
     work: list[GraphWork] | None = None  # where backwards leave their weight part
-    in_one_piece = False  # a stage runs whose backward will not leave it
+    # The parameters (by `id`) whose graphs give them their gradients by way of autograd; True: all graphs do.
+    in_one_piece: Mapping[int, Tensor] | bool = False
     also: tuple[Callable[[], object], ...] = ()  # what else a call of a graph does
 
 
@@ -89,16 +90,27 @@ class collecting:
 
 
 class in_one_piece:
-    """While this is open, graphs that are called in this thread, and not known to be all of a stage, give gradients to their
-    parameters by way of autograd, together with eager code that uses the same ones: all hooks fire once."""
+    """While this is open, graphs that are called in this thread and have one of these `parameters` (True: all graphs) give
+    gradients to theirs by way of autograd, together with other code that uses the same ones: all hooks fire once."""
 
-    __slots__ = ()
+    __slots__ = ("parameters",)
+
+    def __init__(self, parameters: Mapping[int, Tensor] | bool = True) -> None:
+        self.parameters = parameters
 
     def __enter__(self) -> None:
-        here.in_one_piece = True
+        here.in_one_piece = self.parameters
 
     def __exit__(self, *_: object) -> None:
         here.in_one_piece = False
+
+
+def is_in_one_piece(parameters: Sequence[Value]) -> bool:
+    """Whether a graph that is called now, with these parameters, gives them their gradients by way of autograd."""
+    chosen = here.in_one_piece
+    if isinstance(chosen, bool):
+        return chosen
+    return any(id(parameter) in chosen for parameter in parameters)
 
 
 def hand_over(work: GraphWork) -> None:

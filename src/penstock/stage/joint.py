@@ -28,6 +28,7 @@ from penstock.errors import StageError
 from penstock.nest import Value
 from penstock.stage.buffers import memory_of
 from penstock.stage.cut_graph import (
+    NOTE,
     BackwardParts,
     Compile,
     Compiled,
@@ -35,6 +36,7 @@ from penstock.stage.cut_graph import (
     called_shortly,
     hand_over,
     here,
+    is_in_one_piece,
     split_backward,
 )
 
@@ -109,13 +111,13 @@ class Joint:
         return cls(noted, wanted)
 
     def __call__(self, *args: object) -> Value:
-        """Where the backward comes in one piece, autograd gives the parameters their gradients, with those of other code."""
-        return self.attached(*args, parameters=[args[place] for place in self.weights] if here.in_one_piece else [])
-
-    def attached(self, *args: object, parameters: Sequence[object] = ()) -> Value:
-        """Call the graph as one node of autograd, which has these parameters among its inputs."""
-        leaves = [*(args[place] for place in self.wanted), *parameters] or [_ANCHOR]
-        return _JointFunction.apply(self, args, bool(parameters), *leaves)  # type: ignore[no-untyped-call]
+        """Call the graph as one node of autograd. Where the backward comes in one piece it has the parameters among its inputs:
+        autograd gives them their gradients, with those of other code."""
+        leaves = [args[place] for place in self.wanted]
+        whole = bool(here.in_one_piece) and is_in_one_piece(parameters := [args[place] for place in self.weights])
+        if whole:
+            leaves += parameters
+        return _JointFunction.apply(self, args, whole, *(leaves or (_ANCHOR,)))  # type: ignore[no-untyped-call]
 
     def computed(self, args: Sequence[object]) -> tuple[list[Value], list[Value]]:
         """The forward: its outputs, and what it saves for the backward."""
@@ -188,7 +190,17 @@ class _JointFunction(torch.autograd.Function):
 
 def is_output_of_joint(tensor: Tensor) -> bool:
     """Whether a tensor comes from such a graph, and nothing else was done to it."""
-    return type(tensor.grad_fn).__name__ == f"{_JointFunction.__name__}Backward"
+    return _is_joint(tensor.grad_fn)
+
+
+def _is_joint(node: object) -> bool:
+    return type(node).__name__ == f"{_JointFunction.__name__}Backward"
+
+
+def parameters_of(node: Any) -> Sequence[Tensor] | None:
+    """Those to which the graph behind a node of autograd's gives gradients past autograd; None: it is no such graph."""
+    found: Sequence[Tensor] | None = node.parameters if _is_joint(node) else node.metadata.get(NOTE)
+    return found
 
 
 def _bytes_beside(values: Sequence[object], parameters: Sequence[Tensor]) -> int:

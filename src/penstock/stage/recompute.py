@@ -19,8 +19,8 @@ that. There is nothing to run it again from. So of such a microbatch the first r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +46,15 @@ def recomputing() -> bool:
         return loss
     """
     return getattr(_thread, "again", False)
+
+
+@contextmanager
+def second_run() -> Iterator[None]:
+    before, _thread.again = recomputing(), True
+    try:
+        yield
+    finally:
+        _thread.again = before
 
 
 @dataclass(frozen=True)
@@ -165,8 +174,7 @@ class Repeats:
                 "alone until then: a buffer that is large and changes now and then. Leave the stage out of recompute"
             )
         with ExitStack() as stack:
-            _thread.again = True
-            stack.callback(setattr, _thread, "again", False)
+            stack.enter_context(second_run())
             if first.random is not None:
                 stack.callback(RandomState(self.devices).set)
                 first.random.set()

@@ -131,9 +131,8 @@ class _Graph:
 class Shortcuts:
     """Of one compiled part: in its place during a step. `begin` forgets what torch.compile would no longer run."""
 
-    def __init__(self, eager: FunctionType, twin: Callable[..., Value], *, whole: bool = False) -> None:
+    def __init__(self, eager: FunctionType, twin: Callable[..., Value]) -> None:
         self.eager, self.twin = eager, twin
-        self.whole = whole  # it is all of a stage
         (self.module,) = inspect.getclosurevars(eager).nonlocals.values()
         self.read: dict[CodeType, _Written | None] = {}
         self.found: list[tuple[Callable[[_Frame], bool], _Written]] = []
@@ -184,7 +183,7 @@ class Shortcuts:
         for entry in _entries(self.eager.__code__)[:1]:  # the last that ran
             code = entry.code
             if code not in self.read:
-                self.read[code] = _written(code, self.eager, whole=self.whole)
+                self.read[code] = _written(code, self.eager)
             written = self.read[code]
             if written is not None and entry.guard_manager.check(frame):
                 self.found.append((entry.guard_manager.check, written))
@@ -208,9 +207,8 @@ _INSTRUCTIONS = """
 _KNOWN = frozenset(_INSTRUCTIONS.split())
 
 
-def _written(code: CodeType, eager: FunctionType, *, whole: bool) -> _Written | None:
-    """The code, if it does nothing but call one graph and returns that graph's outputs. If that is the whole stage, nothing
-    else uses its parameters."""
+def _written(code: CodeType, eager: FunctionType) -> _Written | None:
+    """The code, if it does nothing but call one graph and returns that graph's outputs."""
     steps = list(dis.get_instructions(code))
     names = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
     graphs = [name for name in names if name.startswith("__compiled_fn")]
@@ -230,6 +228,6 @@ def _written(code: CodeType, eager: FunctionType, *, whole: bool) -> _Written | 
     graph = _Graph(joint)
     made = [
         FunctionType(code, {graphs[0]: run, _UTILITIES: _NO_MARKS}, code.co_name, None, eager.__closure__)
-        for run in (joint.attached if whole else joint, graph)
+        for run in (joint, graph)
     ]
     return _Written(made[0], made[1], graph)

@@ -14,18 +14,21 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError, UnknownNameError
 from penstock.nest import Value
 from penstock.stage.compiled import SplitBackend, StageBackend, on_call
+from penstock.stage.cut_graph import in_one_piece
+from penstock.stage.engine import nodes_reached
+from penstock.stage.joint import parameters_of
 from penstock.stage.listeners import Listeners
 from penstock.stage.shortcut import HeldGraph, Shortcuts
 
@@ -91,14 +94,13 @@ def _inner_backend(context: OptimizeContext) -> object:
 class CompiledPart:
     """One part: where its compiled call is kept, and what else can stand there."""
 
-    def __init__(self, module: nn.Module, *, place: str, context: OptimizeContext, split: bool, whole: bool) -> None:
+    def __init__(self, module: nn.Module, *, place: str, context: OptimizeContext, split: bool, alone: bool) -> None:
         self.module = module.get_submodule("_orig_mod") if place == "forward" else module  # an OptimizedModule, or not
         self.attributes = module.__dict__
         self.place = place  # the name of the attribute that is called
         self.backend = (SplitBackend if split else StageBackend)(_inner_backend(context))
         self.context = context  # the options with which it was compiled
-        self.whole = whole  # it is all of a stage
-        self.compile(alone=whole)
+        self.compile(alone=alone)
 
     def compile(self, *, alone: bool) -> None:
         self.called = False  # in a step
@@ -111,7 +113,7 @@ class CompiledPart:
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
         fullgraph, dynamic = bool(self.context.fullgraph), self.context._dynamic
         self.twin = torch.compile(self.eager, backend=self.backend, fullgraph=fullgraph, dynamic=dynamic)
-        self.shortcuts = Shortcuts(self.eager, self.twin, whole=self.whole)
+        self.shortcuts = Shortcuts(self.eager, self.twin)
 
     def begin(self) -> None:
         """Before a step. Hooks are traced with the module, and torch.compile does not ask whether they are still the same."""
@@ -160,12 +162,15 @@ class CompiledParts:
         # While the twins run: where something else stands than before, under which name, and what stood there.
         self.before: list[tuple[dict[str, Value], str, Value]] | None = None
         self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
+        # Parameters of graphs one of which other code was found to use, too.
+        self.used_outside: dict[int, Tensor] = {}
+        self.looked_at: int | None = None  # how many graphs there were when `look` last looked for such
         inside: set[nn.Module] = set()
         for part in module.modules():
             found = _compiled_call(part)
             if found is not None and part not in inside:
                 place, context = found
-                self.parts.append(CompiledPart(part, place=place, context=context, split=split, whole=whole))
+                self.parts.append(CompiledPart(part, place=place, context=context, split=split, alone=whole))
                 inside.update(part.modules())
         within = {id(parameter) for part in inside for parameter in part._parameters.values() if parameter is not None}
         beside = {id(p) for part in module.modules() if part not in inside for p in part._parameters.values()}
@@ -184,9 +189,45 @@ class CompiledParts:
 
     def call_held(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, HeldGraph] | None:
         """Call a module that is compiled as a whole without autograd; None if something stands against it."""
-        if self.outer is None or has_hooks(self.outer):
+        if self.outer is None or self.used_outside or has_hooks(self.outer):
             return None
         return self.parts[0].shortcuts.held(args, kwargs)
+
+    def in_one_piece(self, *, split: bool) -> in_one_piece:
+        """Around a forward: which graphs give their gradients by way of autograd.
+
+        If the backward will not be `split` these are all graphs, unless one graph is the whole module. Otherwise they are those
+        with a parameter that other code uses, which would be told of two gradients, one by autograd and one by W.
+        """
+        return in_one_piece(self.used_outside if split or self.outer is not None else True)
+
+    @property
+    def looked(self) -> bool:
+        """Whether it is known of all graphs who uses their parameters, as far as that matters."""
+        return not self.split or self.looked_at == StageBackend.num_graphs
+
+    def look(self, roots: Sequence[Tensor]) -> bool:
+        """After a forward: whether it shows parameters of graphs that other code uses too, and nobody knew of.
+
+        That may be eager code of the stage, a hook, or the loss.
+        """
+        graphs: list[dict[int, Tensor]] = []  # the parameters of each
+        outside = {id(root) for root in roots if root.is_leaf}
+        for node in nodes_reached(roots):
+            parameters = parameters_of(node)
+            if parameters is None:
+                outside.update(id(getattr(following, "variable", None)) for following, _ in node.next_functions)
+            else:
+                graphs.append({id(parameter): parameter for parameter in parameters})
+        known = len(self.used_outside)
+        # A graph has its backward in one piece or in two, for all its parameters: so one leads to another.
+        while touched := [graph for graph in graphs if not outside.isdisjoint(graph)]:
+            graphs = [graph for graph in graphs if outside.isdisjoint(graph)]
+            for graph in touched:
+                outside.update(graph)
+                self.used_outside.update(graph)
+        self.looked_at = StageBackend.num_graphs
+        return len(self.used_outside) > known
 
     def install(self) -> None:
         """From now on calls of the parts go to their twins."""
