@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PeerFailed, StageError
 from penstock.run import Schedule
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 from penstock.stage.intercept import intercepted
@@ -315,9 +316,28 @@ class CachedAsABuffer(Cached):
         return self.linear(x) @ self.mask
 
 
+KEPT: dict[str, Tensor] = {}  # outside of all modules
+
+
+class CachedByItsShape(Cached):
+    @torch._dynamo.disable
+    def forward(self, x: Tensor) -> Tensor:
+        if "mask" not in KEPT:
+            KEPT["mask"] = torch.ones_like(self.linear.weight).tril() * x.new_full((WIDTH,), 2)
+        return self.linear(x) @ KEPT["mask"]
+
+
+class CachedByItsValue(Cached):
+    @torch._dynamo.disable
+    def forward(self, x: Tensor) -> Tensor:
+        if "mean" not in KEPT:
+            KEPT["mean"] = x.detach().mean()
+        return self.linear(x) + KEPT["mean"]
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function:UserWarning")
 @pytest.mark.parametrize("compiled", [None, (1,)])
-@pytest.mark.parametrize("kind", [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer])
+@pytest.mark.parametrize("kind", [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer, CachedByItsShape])
 def test_a_run_without_data_leaves_no_fake_tensors_behind(
     kind: type[nn.Module], compiled: tuple[int, ...] | None
 ) -> None:
@@ -325,7 +345,24 @@ def test_a_run_without_data_leaves_no_fake_tensors_behind(
     for ever: so was all that was computed with it, the loss and the gradients, and no error told of it."""
     mask.cache_clear()
     numbers.cache_clear()
+    KEPT.clear()
     compare("1f1b", kind, compiled=compiled)
+
+
+def test_what_a_run_without_data_left_behind_all_the_same_is_told() -> None:
+    """What code keeps outside of its modules cannot be put back."""
+    KEPT.clear()
+    modules: list[nn.Module] = [CachedByItsValue().double() for _ in range(2)]
+    modules[1].compile(backend="aot_eager")
+    x, y = batch(6)
+
+    def run(schedule: Schedule, rank: int) -> None:
+        with pytest.raises(
+            (StageError, PeerFailed), match="stage 0 gave a tensor without data: it keeps something outside"
+        ):
+            schedule.step(x, target=y)
+
+    on_ranks("1f1b", 2, 3, run, modules=modules)
 
 
 class Counting(Cached):

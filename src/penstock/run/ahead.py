@@ -105,6 +105,7 @@ class DressRehearsal:
                     raise CannotRehearse(
                         "its tensors are spread over a mesh, by hooks that a run without data leaves out"
                     )
+                run.rehearsed = True
                 found = rehearse(run.inner, run.compiled, *self.arguments(run))
             except CannotRehearse as error:
                 _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)

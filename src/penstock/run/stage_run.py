@@ -34,6 +34,7 @@ from penstock.stage.engine import run_engine
 from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import Repeats, second_run
+from penstock.stage.rehearsal import refuse_fake
 from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
 
@@ -97,6 +98,7 @@ class StageRun:
         self.arguments = self.given.of
         self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.checks_input = False  # only in cold steps
+        self.rehearsed = False  # whether it was run without data in this step
         self.buffers = buffer_tables(self.module)
         if split and self.manual is None and not can_split(self.module):
             warnings.warn(
@@ -244,6 +246,8 @@ class StageRun:
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
+        if self.rehearsed:
+            refuse_fake(output, self.stage.stage_index)
         if self.buffers:
             output = copied_out(output, self.buffers)
         if self.stage.output_args is not None:
@@ -352,6 +356,7 @@ class StageRun:
         if self.last is not None:
             self.last.clear()
         self.inputs = StepInputs()
+        self.rehearsed = False
         self.given.begin(self.inputs)
         if self.compiled is not None:
             self.compiled.remove()

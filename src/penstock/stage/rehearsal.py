@@ -9,7 +9,8 @@ they were afterwards; the Python code of `forward` runs.
 
 Code keeps what it has computed once: a mask in an attribute, in a dictionary, behind `functools.cache`. A fake tensor in such a
 place would make all later results fake. So attributes are put back, and what follows neither from an input nor from what the
-module holds is computed as ever and is no fake: that is what caches outside of modules have.
+module holds, or from its shape alone, is computed as ever and is no fake: that is what caches outside of modules have. Code that
+keeps more than that there is found out when its first microbatch comes (`refuse_fake`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock.nest import Value, map_tensors
+from penstock.errors import StageError
+from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.buffers import Tables, memory_of, remember
 from penstock.stage.compiled import on_call
 from penstock.stage.twins import HOOKS, CompiledPart, CompiledParts
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _TABLES = (dict, OrderedDict, defaultdict, list, set)  # and nothing that derives from them: it may refuse to be filled
-_READ = torch.ops.aten._local_scalar_dense.default  # the value of a tensor, for Python
+_aten = torch.ops.aten
+_READ = _aten._local_scalar_dense.default  # the value of a tensor, for Python
+_FROM_SHAPES = frozenset(  # what these give depends on the shape, the type and the device of what they are given
+    getattr(_aten, name).default
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+)
 
 
 class CannotRehearse(Exception):
@@ -139,6 +146,9 @@ class _RealWithoutInputs(TorchDispatchMode):
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         kwargs = kwargs or {}
+        if func in _FROM_SHAPES:
+            with unset_fake_temporarily():
+                return func(*tree_map_only(FakeTensor, _like, args), **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
@@ -171,7 +181,23 @@ def _rewound(module: nn.Module) -> Iterator[None]:
         rest()
 
 
+def _like(fake: Tensor) -> Tensor:
+    """Memory that looks like this."""
+    return torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
 def _blank(fake: Tensor) -> Tensor:
     """Zeros that look like this."""
-    made = torch.empty_strided(tuple(fake.shape), fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-    return made.requires_grad_(fake.requires_grad)
+    return _like(fake).zero_().requires_grad_(fake.requires_grad)
+
+
+def refuse_fake(output: Value, stage: int) -> None:
+    """After a forward with data, in the step of a rehearsal: what it gives must have data, too."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(output)):
+        raise StageError(
+            f"stage {stage} gave a tensor without data: it keeps something outside of its modules, in a global dictionary "
+            "perhaps, that was computed from its input in the run that finds shapes before stages are compiled. Keep it in an "
+            "attribute of a module, or compute it in every forward, and start the program again"
+        )
