@@ -4,15 +4,18 @@
     .venv/bin/python benchmarks/compiled.py --backend aot_eager
     .venv/bin/python benchmarks/compiled.py --first-step         # how long the first step takes, an empty cache for each rank
     .venv/bin/python benchmarks/compiled.py --first-step --shared-cache     # the same with one empty cache for both
+    .venv/bin/python benchmarks/compiled.py --first-step --compile-threads 2     # inductor's own choice on two cores
 
-The programs of a workload live in the same two processes and take turns, step by step, so that noise hits all alike:
-compiled stages under 1F1B, interleaved 1F1B, ZB-H1, interleaved zero bubble and ZBV, eager ones under ZB-H1 and zero bubble.
-1F1B and ZB-H1 have one stage on each rank; the others have two, and so twice the calls and three times (ZBV: twice) the messages,
-so each is held against the 1F1B that has its number of stages, and against plain 1F1B as well. Compared is the processor time of
-both ranks together, since ZBV has the loss on another rank than 1F1B. Wanted: at most 1.05 of compiled 1F1B, and on small layers
-at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05. The first step, in which all ranks compile at the same time,
-at most 0.6 of one in which they compile one after the other, each for itself, as on two machines. With one cache for both, the
-stage that is compiled second finds there what is equal in the first, so less is left to be gained.
+The programs of a workload live in the same two processes and take turns, step by step, so that noise hits all alike: compiled
+stages under 1F1B, interleaved 1F1B, ZB-H1, interleaved zero bubble and ZBV, eager ones under ZB-H1 and zero bubble. 1F1B and
+ZB-H1 have one stage on each rank; the others have two, and so twice the calls and three times (ZBV: twice) the messages, so
+each is held against the 1F1B that has its number of stages, and against plain 1F1B as well. What a second stage on each rank
+costs without any pipeline is the *loop*: the same compiled modules in a plain loop, forward and backward, no messages. Compared
+is the processor time of both ranks together, since ZBV has the loss on another rank than 1F1B. Wanted: at most 1.05 of compiled
+1F1B, and on small layers at most 0.9 of eager zero bubble; (F + I + W) / (F + B) at most 1.05. The first step, in which all
+ranks compile at the same time, at most 0.6 of one in which they compile one after the other, each for itself, as on two
+machines. With one cache for both, the stage that is compiled second finds there what is equal in the first, so less is left to
+be gained; and with more than one compile thread a rank, two ranks on two cores share what one has for itself alone.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ PROGRAMS = {
     "eager ZB-H1": ("ZB-H1", False),
     "eager zero bubble": ("zero bubble", False),
 }
+LOOPS = {"a loop of one": 1, "a loop of two": 2}  # how many compiled modules share the layers of a rank
 # Each zero-bubble program, the 1F1B with as many stages on each rank, and the same (or next to it) with eager stages.
 COMPARED = {
     "ZB-H1": ("1F1B", "eager ZB-H1"),
@@ -89,13 +93,39 @@ def build(
     return found
 
 
+def build_loops(workload: Workload, backend: str) -> dict[str, Callable[[], None]]:
+    """One step of one and of two compiled modules without a pipeline, with as many layers together as a rank has."""
+    batch = torch.randn(workload.microbatches * workload.shape[0], *workload.shape[1:])
+    target = torch.randn_like(batch)
+
+    def loop(modules: list[Any]) -> None:
+        for x, y in zip(batch.chunk(workload.microbatches), target.chunk(workload.microbatches), strict=True):
+            calls = []
+            for module in modules:
+                leaf = x.detach().requires_grad_()
+                x = module(leaf)
+                calls.append((leaf, x))
+            grad = x.detach() - y
+            for leaf, output in reversed(calls):
+                output.backward(grad)
+                grad = leaf.grad
+
+    found: dict[str, Callable[[], None]] = {}
+    for name, count in LOOPS.items():
+        size = workload.layers // 2 // count
+        parts = [nn.Sequential(*(workload.module() for _ in range(size))) for _ in range(count)]
+        found[name] = partial(loop, [torch.compile(part, backend=backend) for part in parts])
+    return found
+
+
 def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch._dynamo.config.recompile_limit = 64  # one process holds the code of several programs
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for key in options.workloads:
-        queue.put((rank, key, measure(build(WORKLOADS[key], options.backend, rank), options.rounds or ROUNDS)))
+        steps = build(WORKLOADS[key], options.backend, rank) | build_loops(WORKLOADS[key], options.backend)
+        queue.put((rank, key, measure(steps, options.rounds or ROUNDS)))
         dist.barrier()
     dist.destroy_process_group()
 
@@ -103,7 +133,7 @@ def worker(rank: int, store: str, options: argparse.Namespace, queue: Any) -> No
 def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead: bool, cache: str, queue: Any) -> None:
     """The seconds of the first step, in a process that has compiled nothing, with a cache that holds nothing."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache if options.shared_cache else f"{cache}/{rank}"
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     importlib.import_module("torch._inductor.compile_fx")  # not a part of what is measured
@@ -183,6 +213,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--first-step", action="store_true")
     parser.add_argument("--shared-cache", action="store_true", help="of both ranks, in --first-step")
+    parser.add_argument("--compile-threads", type=int, default=1, help="of inductor on each rank, in --first-step")
     options = parser.parse_args()
     if options.first_step:
         first_step(options)
@@ -197,8 +228,14 @@ def main() -> None:
         rows.setdefault(key, []).append(times)
     for key, results in rows.items():
         both = {
-            name: [sum(times) for times in zip(*(rank[name] for rank in results), strict=True)] for name in PROGRAMS
+            name: [sum(times) for times in zip(*(rank[name] for rank in results), strict=True)]
+            for name in (*PROGRAMS, *LOOPS)
         }
+        one, two = (both[name] for name in LOOPS)
+        print(
+            f"{WORKLOADS[key].name:48} two compiled modules / one, without a pipeline {paired(two, one):.2f}",
+            flush=True,
+        )
         for program, (alike, eager) in COMPARED.items():
             ratios = {name: paired(both[program], both[name]) for name in dict.fromkeys((alike, "1F1B", eager))}
             text = "  ".join(f"/ {name} {ratio:.2f}" for name, ratio in ratios.items())
