@@ -50,6 +50,7 @@ def recomputing() -> bool:
 
 @contextmanager
 def second_run() -> Iterator[None]:
+    """Inside, what runs is told that it runs again."""
     before, _thread.again = recomputing(), True
     try:
         yield
