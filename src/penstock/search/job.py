@@ -9,15 +9,15 @@ tasks: nobody waits for them, and each may be done from its input gradient on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from graphlib import TopologicalSorter
+from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from penstock.errors import PlanError
 from penstock.lower.chosen import one_a_rank
-from penstock.plan import Op, Placement, Rules, StageGraph
-from penstock.plan.actions import MICROBATCH_SHIFT, key_of, stage_of
+from penstock.plan import Op, Placement
+from penstock.plan.actions import key_of, with_op
+from penstock.plan.places import column
 from penstock.simulate import Costs, Timeline
 
 
@@ -27,14 +27,49 @@ def held_by_one(placement: Placement, costs: Costs) -> list[float]:
     return [largest * sum(held[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
 
-@dataclass(frozen=True)
 class SearchJob:
     """Stages on ranks, microbatches, costs, and what each rank may hold."""
 
-    placement: Placement
-    num_microbatches: int
-    costs: Costs
-    limits: tuple[float, ...]  # by rank
+    def __init__(self, placement: Placement, num_microbatches: int, costs: Costs, limits: tuple[float, ...]) -> None:
+        self.placement, self.num_microbatches, self.costs = placement, num_microbatches, costs
+        self.limits = limits  # by rank
+        self.sizes = costs.microbatches or (1.0,) * num_microbatches  # by microbatch: how large it is
+        half = placement.num_stages
+        stages = range(half)
+        self.num_links = 2 * half
+        self.num_tasks = self.num_links * num_microbatches
+        self.stage_of_link: tuple[int, ...] = (*stages, *reversed(stages))
+        self.rank_of_link = tuple(map(placement.rank_of, self.stage_of_link))
+        # By rank: the links that are input gradients.
+        ranks, gradients = range(placement.num_ranks), range(half, self.num_links)
+        self.backward_links = [[link for link in gradients if self.rank_of_link[link] == rank] for rank in ranks]
+        # By task: the packed action, how long it takes, and how long the weight gradient of its stage does, or the backward of
+        # its stage in one piece.
+        keys = [key_of(Op.F if link < half else Op.I, stage) for link, stage in enumerate(self.stage_of_link)]
+        self.codes = tuple(chain.from_iterable(column(key, num_microbatches) for key in keys))
+        self.time = self._times(costs.forward, costs.backward_input)
+        self.weight_time = self._times(costs.backward_weight, costs.backward_weight)
+        whole = [costs.time(Op.B, stage) for stage in stages]
+        self.whole_time = self._times(whole, whole)
+        # By task: how long its result takes to where the next task of its microbatch is done; 0 on the same rank.
+        self.crossing = self._per_task(map(self._crossing, range(self.num_links)))
+        # By task: what its stage holds for the microbatch from the forward to the input gradient, and what of it from there to
+        # the weight gradient.
+        self.held = self._per_task((costs.held_to_input[stage], 0.0) for stage in self.stage_of_link)
+        self.kept = self._per_task((costs.held_to_weight[stage], 0.0) for stage in self.stage_of_link)
+        back = range(self.num_tasks // 2, self.num_tasks)  # the tasks that are input gradients
+        # Whether a backward in one piece takes less time than its halves, or holds less than between them.
+        self.merges = any(
+            self.whole_time[task] < (self.time[task] + self.weight_time[task]) * (1 - 1e-9)
+            or self.kept[task] > self.held[task]
+            for task in back
+        )
+        work = [0.0 for _ in ranks]
+        for task, time in enumerate(self.time):
+            work[self.rank_of_link[task // num_microbatches]] += time + (
+                self.weight_time[task] if task in back else 0.0
+            )
+        self.pace = max(work) / num_microbatches  # the time that the busiest rank has for one microbatch, on average
 
     @classmethod
     def of(
@@ -53,45 +88,16 @@ class SearchJob:
 
     def in_order(self, order: tuple[int, ...]) -> SearchJob:
         """The job whose k-th microbatch is that of this job with the k-th number."""
-        return replace(self, costs=replace(self.costs, microbatches=tuple(self.sizes[number] for number in order)))
-
-    @cached_property
-    def num_links(self) -> int:
-        return 2 * self.placement.num_stages
+        costs = replace(self.costs, microbatches=tuple(self.sizes[number] for number in order))
+        return SearchJob(self.placement, self.num_microbatches, costs, self.limits)
 
     def holds(self, timeline: Timeline) -> bool:
         """Whether no rank ever holds more than it may."""
         return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, self.limits, strict=True))
 
-    @cached_property
-    def num_tasks(self) -> int:
-        return self.num_links * self.num_microbatches
-
-    @cached_property
-    def stage_of_link(self) -> tuple[int, ...]:
-        """By link. That forwards and input gradients are one chain, and in which order, follows from the rules."""
-        stages = range(self.placement.num_stages)
-        rules = Rules(StageGraph.chain(len(stages)), self.placement, lowered=False)
-        keys = [key_of(op, stage) for op in (Op.F, Op.I) for stage in stages]
-        return tuple(map(stage_of, TopologicalSorter({key: rules.needs(key) for key in keys}).static_order()))
-
-    @cached_property
-    def rank_of_link(self) -> tuple[int, ...]:
-        return tuple(map(self.placement.rank_of, self.stage_of_link))
-
-    @cached_property
-    def backward_links(self) -> tuple[tuple[int, ...], ...]:
-        """By rank: the links that are input gradients."""
-        half = self.placement.num_stages
-        return tuple(
-            tuple(link for link in range(half, 2 * half) if self.rank_of_link[link] == rank)
-            for rank in range(self.placement.num_ranks)
-        )
-
-    @cached_property
-    def sizes(self) -> tuple[float, ...]:
-        """By microbatch: how large it is."""
-        return self.costs.microbatches or (1.0,) * self.num_microbatches
+    def code(self, op: Op, task: int) -> int:
+        """The packed action that is this op for the stage and the microbatch of the task."""
+        return with_op(self.codes[task], op)
 
     def _per_task(self, links: Iterable[tuple[float, float]]) -> tuple[float, ...]:
         """For each link what its tasks cost by the size of their microbatch, and on top of that; as one number for each task."""
@@ -104,40 +110,6 @@ class SearchJob:
         times = (time * slow[rank] for time, rank in zip(stages, self.rank_of_link, strict=True))
         return self._per_task((time, self.costs.overhead) for time in times)
 
-    def _sizes(self, held: Sequence[float]) -> tuple[float, ...]:
-        return self._per_task((held[stage], 0.0) for stage in self.stage_of_link)
-
-    @cached_property
-    def time(self) -> tuple[float, ...]:
-        """By task: how long it takes."""
-        return self._times(self.costs.forward, self.costs.backward_input)
-
-    @cached_property
-    def weight_time(self) -> tuple[float, ...]:
-        """By task: how long the weight gradient of its stage takes."""
-        return self._times(self.costs.backward_weight, self.costs.backward_weight)
-
-    @cached_property
-    def whole_time(self) -> tuple[float, ...]:
-        """By task: how long the backward of its stage takes in one piece."""
-        whole = [self.costs.time(Op.B, stage) for stage in range(self.placement.num_stages)]
-        return self._times(whole, whole)
-
-    @cached_property
-    def merges(self) -> bool:
-        """Whether a backward in one piece takes less time than its halves, or holds less than between them."""
-        back = range(self.num_tasks // 2, self.num_tasks)
-        return any(
-            self.whole_time[task] < (self.time[task] + self.weight_time[task]) * (1 - 1e-9)
-            or self.kept[task] > self.held[task]
-            for task in back
-        )
-
-    @cached_property
-    def crossing(self) -> tuple[float, ...]:
-        """By task: how long its result takes to where the next task of its microbatch is done; 0 on the same rank."""
-        return self._per_task(map(self._crossing, range(self.num_links)))
-
     def _crossing(self, link: int) -> tuple[float, float]:
         """The time of the bytes after a link, and the latency."""
         if link + 1 == self.num_links or self.rank_of_link[link] == self.rank_of_link[link + 1]:
@@ -145,41 +117,3 @@ class SearchJob:
         way = self.costs.link(self.rank_of_link[link], self.rank_of_link[link + 1])
         before = min(self.stage_of_link[link : link + 2])  # a gradient is as large as the output
         return self.costs.transfer(way, before), way.latency
-
-    @cached_property
-    def held(self) -> tuple[float, ...]:
-        """By task: what its stage holds for the microbatch from the forward to the input gradient."""
-        return self._sizes(self.costs.held_to_input)
-
-    @cached_property
-    def kept(self) -> tuple[float, ...]:
-        """By task: what its stage still holds from the input gradient to the weight gradient."""
-        return self._sizes(self.costs.held_to_weight)
-
-    @cached_property
-    def reserved(self) -> tuple[float, ...]:
-        """By task: the memory without which the list scheduler begins no forward. What is kept for the weight gradient may be
-        more than what was held before, and there must be room for it then.
-        """
-        return tuple(map(max, self.held, self.kept))
-
-    @cached_property
-    def codes(self) -> tuple[int, ...]:
-        """By task: the packed action."""
-        half = self.num_tasks // 2
-        return tuple(self.code(Op.I if task >= half else Op.F, task) for task in range(self.num_tasks))
-
-    def code(self, op: Op, task: int) -> int:
-        """The packed action that is this op for the stage and the microbatch of the task."""
-        link, microbatch = divmod(task, self.num_microbatches)
-        return key_of(op, self.stage_of_link[link]) | microbatch << MICROBATCH_SHIFT
-
-    @cached_property
-    def pace(self) -> float:
-        """The time that the busiest rank has for one microbatch, on average."""
-        work = [0.0] * self.placement.num_ranks
-        half = self.num_tasks // 2
-        for task, time in enumerate(self.time):
-            more = self.weight_time[task] if task >= half else 0.0
-            work[self.rank_of_link[task // self.num_microbatches]] += time + more
-        return max(work) / self.num_microbatches

@@ -20,7 +20,7 @@ from penstock.schedules.registry import known_plans
 from penstock.search.exact import solve
 from penstock.search.floor import floor
 from penstock.search.job import SearchJob
-from penstock.search.listing import Manner, list_schedule
+from penstock.search.listing import Manner, list_schedule, packed
 from penstock.search.patterns import AsPlanned, BlockPattern, Groups, Pattern, late_splits
 from penstock.simulate import Costs, Timeline, simulate
 
@@ -133,10 +133,11 @@ class Lane:
             listing = list_schedule(self.job, pattern.urgency(self.job), pattern.manner)
             if listing is None:
                 continue
+            end, done = listing
             worse = _WORSE * max(0.0, 1 - number / (tries * _PATIENT))
-            self._keep(LaneEntry(listing.end, pattern), parent, worse)
-            if listing.end < self.end * (1 - 1e-12):
-                self.best = self._made(self._plan(listing.codes(self.job)), "search")
+            self._keep(LaneEntry(end, pattern), parent, worse)
+            if end < self.end * (1 - 1e-12):
+                self.best = self._made(self._plan(packed(self.job, done, pattern.manner)), "search")
                 self.end = self.best.makespan
                 yield self.best
 

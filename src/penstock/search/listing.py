@@ -13,13 +13,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
 
 from penstock.plan import Op
 from penstock.search.job import SearchJob
 
 _WEIGHT, _WAIT = -1, -2  # what a rank does instead of a task: a weight gradient, or nothing
-_Figures = tuple[list[float], list[float], list[float], list[float], list[float]]  # by task: as `_work` names them
+# By task, as `_work` names them; and the tasks that are not split.
+_Figures = tuple[list[float], list[float], list[float], list[float], list[float], frozenset[int]]
 _Worker = Generator[tuple[int, float], float, None]
 
 
@@ -28,9 +28,8 @@ class Manner:
     """How the list scheduler treats what is urgent."""
 
     patience: float = 0.5  # a weight gradient fills a gap of at least `patience` times its own time
-    hold: float = (
-        0.0  # how long a rank waits for a more urgent task that is under way, as a share of a microbatch's time
-    )
+    # How long a rank waits for a more urgent task that is under way, as a share of a microbatch's time.
+    hold: float = 0.0
     whole: tuple[int, ...] = ()  # by rank: the backwards of microbatches before this one are not split; (): all are
 
     def unsplit(self, job: SearchJob) -> frozenset[int]:
@@ -44,37 +43,34 @@ class Manner:
         )
 
 
-class Listing(NamedTuple):
-    """One run of the scheduler: when the last action is over, and what each rank does, in order."""
-
-    end: float
-    done: list[list[int]]  # by rank: tasks; -1 - task stands for the weight gradient of that task's stage
-    unsplit: frozenset[int]
-
-    def codes(self, job: SearchJob) -> tuple[tuple[int, ...], ...]:
-        """The packed actions of each rank."""
-
-        def code(task: int) -> int:
-            if task < 0:
-                return job.code(Op.W, -1 - task)
-            return job.code(Op.B, task) if task in self.unsplit else job.codes[task]
-
-        return tuple(tuple(map(code, done)) for done in self.done)
+_Done = list[list[int]]  # by rank, in order: tasks; -1 - task stands for the weight gradient of that task's stage
 
 
-def list_schedule(job: SearchJob, keys: list[float], manner: Manner) -> Listing | None:
-    """Run the scheduler; None if the ranks block one another for want of memory.
+def packed(job: SearchJob, done: _Done, manner: Manner) -> tuple[tuple[int, ...], ...]:
+    """What was done, as the packed actions of each rank."""
+    unsplit = manner.unsplit(job)
+
+    def code(task: int) -> int:
+        if task < 0:
+            return job.code(Op.W, -1 - task)
+        return job.code(Op.B, task) if task in unsplit else job.codes[task]
+
+    return tuple(tuple(map(code, row)) for row in done)
+
+
+def list_schedule(job: SearchJob, keys: list[float], manner: Manner) -> tuple[float, _Done] | None:
+    """Run the scheduler: when the last action is over, and what is done; None if the ranks block one another for want of memory.
 
     `keys` say by task how urgent it is: the least comes first. Within a link they grow with the microbatch.
     """
     size, num_tasks, ranks = job.num_microbatches, job.num_tasks, range(job.placement.num_ranks)
-    times, held, kept, unsplit = list(job.time), list(job.reserved), list(job.kept), manner.unsplit(job)
+    times, held, kept, unsplit = list(job.time), list(map(max, job.held, job.kept)), list(job.kept), manner.unsplit(job)
     for task in unsplit:
         times[task], kept[task] = job.whole_time[task], 0.0
         held[task] = held[(job.num_links - 1 - task // size) * size + task % size] = job.held[task]
     ready = [0.0] * size + [inf] * num_tasks  # by task: when what it needs has arrived
-    done: list[list[int]] = [[] for _ in ranks]
-    figures = keys, times, held, kept, ready
+    done: _Done = [[] for _ in ranks]
+    figures = keys, times, held, kept, ready, unsplit
     workers = [_work(job, manner, figures, rank=rank, done=done[rank]) for rank in ranks]
     for worker in workers:
         next(worker)
@@ -101,7 +97,7 @@ def list_schedule(job: SearchJob, keys: list[float], manner: Manner) -> Listing 
                 due[other] = arrival if arrival > clock[other] else clock[other]
                 heappush(queue, (due[other], other))
     complete = sum(map(len, done)) == num_tasks // 2 * 3 - len(unsplit)
-    return Listing(max(clock), done, unsplit) if complete else None
+    return (max(clock), done) if complete else None
 
 
 def _work(job: SearchJob, manner: Manner, figures: _Figures, *, rank: int, done: list[int]) -> _Worker:
@@ -109,8 +105,8 @@ def _work(job: SearchJob, manner: Manner, figures: _Figures, *, rank: int, done:
 
     A generator, because the search is as good as it is fast: all that it asks for is a local name, and stays one.
     """
-    size, num_tasks, unsplit = job.num_microbatches, job.num_tasks, manner.unsplit(job)
-    keys, times, held, kept, ready = figures
+    size, num_tasks = job.num_microbatches, job.num_tasks
+    keys, times, held, kept, ready, unsplit = figures
     weight_times, patience, hold = job.weight_time, manner.patience, manner.hold * job.pace
     own = (task for stage in job.placement.stages_of(rank) for task in range(stage * size, stage * size + size))
     forwards = iter(sorted(own, key=keys.__getitem__))
