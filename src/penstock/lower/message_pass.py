@@ -194,16 +194,14 @@ class _Traffic:
         for key, found in slots.items():
             if ABSENT in found:
                 missing = text(column(key, self.num_microbatches)[found.index(ABSENT)])
-                raise IncompleteError(
-                    f"rank {self.rank} lacks {missing}; expected a whole plan, one that check accepts"
-                )
+                raise IncompleteError(f"rank {self.rank} lacks {missing}; expected a whole plan that check accepts")
         return slots
 
     def _uses(self) -> dict[int, list[int]]:
         """By key of a receive: the first slot that uses each microbatch."""
         uses: dict[int, list[int]] = {}
         for key, slots in self.slots.items():
-            for need in self.rules.receives(key):
+            for need in self.rules.awaited(key):
                 uses[need] = [*map(min, uses[need], slots)] if need in uses else slots
         return uses
 
@@ -215,9 +213,8 @@ class _Traffic:
                 receive = partner_of(send)
                 there = self.rules.placement.rank_of(stage_of(receive))
                 contributors = [self.slots[need] for need in self.rules.needs(send)]
-                left.setdefault(there, {})[receive] = (
-                    [*map(max, *contributors)] if contributors[1:] else contributors[0]
-                )
+                slots = [*map(max, *contributors)] if contributors[1:] else contributors[0]
+                left.setdefault(there, {})[receive] = slots
         channels = {}
         for there, columns in left.items():
             every = [*chain.from_iterable(columns.values())]

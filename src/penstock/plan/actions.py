@@ -24,12 +24,12 @@ that an action needs belongs to its own microbatch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from penstock.errors import ParseError, PlanError
-from penstock.plan.ops import COUNTED, INPUT_GRADIENTS, OPS, OVERLAP, ROWS, Op
+from penstock.plan.ops import COUNTED, INPUT_GRADIENTS, OVERLAP, ROWS, Op
 
 STAGE_SHIFT: Final = 5
 MICROBATCH_SHIFT: Final = STAGE_SHIFT + 20
@@ -90,7 +90,6 @@ class Overlap(NamedTuple):
 AnyAction = Action | Overlap
 
 _OPS: Final = tuple(Op)
-_NAMES: Final = {op.name: op for op in Op}
 _ACTION = re.compile(r"([0-9]+)([A-Z_]+?)([0-9]*)(?:([<>])([0-9]+))?")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -160,11 +159,6 @@ def pack(action: AnyAction) -> int:
     raise PlanError(f"{action!r}: stages go from 0 to {MAX_STAGE}, microbatches from 0 to {MAX_MICROBATCH}")
 
 
-def is_packed(code: int) -> bool:
-    """Whether a number is a packed action at all."""
-    return code >= 0 and all(part & OP in OPS for part in parts(code))
-
-
 def unpack(code: int) -> AnyAction:
     """The readable action of an int.
 
@@ -179,12 +173,8 @@ def unpack(code: int) -> AnyAction:
 def _unpack_single(code: int) -> Action:
     op = _OPS[code & OP]
     peer = code >> PEER_SHIFT
-    return Action(
-        op,
-        code >> STAGE_SHIFT & STAGE,
-        code >> MICROBATCH_SHIFT & MICROBATCH if op.has_microbatch else None,
-        peer - 1 if peer else None,
-    )
+    microbatch = code >> MICROBATCH_SHIFT & MICROBATCH if op.has_microbatch else None
+    return Action(op, code >> STAGE_SHIFT & STAGE, microbatch, peer - 1 if peer else None)
 
 
 def split_overlap(code: int) -> tuple[int, int]:
@@ -223,27 +213,13 @@ def is_pair(kinds: Collection[int]) -> bool:
     return Op.F in kinds and not INPUT_GRADIENTS.isdisjoint(kinds)
 
 
-_F, _I, _W, _B = map(int, (Op.F, Op.I, Op.W, Op.B))
+def _packer(op: int) -> Callable[[int, int], int]:
+    """What packs an action of this kind, given its stage and its microbatch: no check, no peer."""
+    return lambda stage, microbatch: op | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
-def forward(stage: int, microbatch: int) -> int:
-    """A packed F."""
-    return _F | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
-
-
-def backward_input(stage: int, microbatch: int) -> int:
-    """A packed I."""
-    return _I | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
-
-
-def backward_weight(stage: int, microbatch: int) -> int:
-    """A packed W."""
-    return _W | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
-
-
-def backward(stage: int, microbatch: int) -> int:
-    """A packed B."""
-    return _B | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+# A packed F, I, W and B: `forward(2, 0)` is that of 2F0.
+forward, backward_input, backward_weight, backward = (_packer(int(op)) for op in (Op.F, Op.I, Op.W, Op.B))
 
 
 def text(code: int) -> str:
@@ -282,9 +258,9 @@ def _parse_single(string: str) -> Action:
     if match is None:
         raise ParseError(f"{_short(string)!r} is no action; {expected}")
     stage, name, microbatch, arrow, peer = match.groups()
-    op = _NAMES.get(name)
+    op = Op.__members__.get(name)
     if op is None:
-        kinds = ", ".join(_NAMES)
+        kinds = ", ".join(Op.__members__)
         raise ParseError(f"{_short(string)!r} has the unknown kind {_short(name)!r}; expected one of {kinds}")
     if op.has_microbatch != bool(microbatch):
         raise ParseError(f"{string!r}: {op.name} takes {'a' if op.has_microbatch else 'no'} microbatch; {expected}")

@@ -82,7 +82,10 @@ class _RankLedger:
         for key in keys:
             self.belongs(key)
         if len(self.standing) < len(self.flat):
-            self.raise_twice()
+            first = {code: number for number, code in reversed([*enumerate(self.flat)])}
+            again = next(number for number, code in enumerate(self.flat) if first[code] != number)
+            where = f"rank {self.rank}, position {self.slots[again] + 1}"
+            raise IncompleteError(f"{where}: {text(self.flat[again])} stands there twice")
         size = self.plan.num_microbatches
         columns = {key: places(self.standing, key, size) for key in keys}
         if sum(size - found.count(ABSENT) for found in columns.values()) < len(self.flat):
@@ -123,12 +126,6 @@ class _RankLedger:
             return "carries a gradient in a plan without backwards"
         carrier = plan.rules.carrier(producer, plan.placement.rank_of(consumer))
         return f"crosses twice; stage {carrier} on that rank brings the same value" if carrier != consumer else None
-
-    def raise_twice(self) -> None:
-        seen: dict[int, int] = {}
-        for number, (code, position) in enumerate(zip(self.flat, self.slots, strict=True)):
-            if seen.setdefault(code, number) != number:
-                raise IncompleteError(f"rank {self.rank}, position {position + 1}: {text(code)} stands there twice")
 
     def complete(self, columns: Columns) -> None:
         """Fill the columns of I and W with their B. Each must be full then, if its actions are no choice."""
@@ -186,9 +183,7 @@ class _RankLedger:
         for code in self.flat:
             for op in CHOICES - {code & OP} if code & OP in CHOICES else ():
                 other, go_together = with_op(code, op), ROWS[code & OP].partner == op
-                if go_together and other not in self.standing:
-                    both = f"{text(code)} and lacks {text(other)}; expected both, or neither"
-                    raise IncompleteError(f"rank {self.rank} has {both}")
-                if not go_together and other in self.standing:
-                    both = f"{text(code)} and {text(other)}; expected one way to hold less of a microbatch"
-                    raise IncompleteError(f"rank {self.rank} has {both}")
+                if (other in self.standing) != go_together:
+                    one_way = f"{text(other)}; expected one way to hold less of a microbatch"
+                    wrong = f"lacks {text(other)}; expected both, or neither" if go_together else one_way
+                    raise IncompleteError(f"rank {self.rank} has {text(code)} and {wrong}")

@@ -78,10 +78,9 @@ class Placement:
     @property
     def kind(self) -> str:
         """``loop``, ``v`` or ``custom``."""
-        per_rank, rest = divmod(self.num_stages, self.num_ranks)
-        if rest == 0 and self == Placement.loop(self.num_ranks, per_rank):
-            return "loop"
-        return "v" if rest == 0 and self == Placement.v(self.num_ranks, per_rank) else "custom"
+        sizes = self.num_ranks, self.num_stages // self.num_ranks
+        known = {Placement.v(*sizes): "v", Placement.loop(*sizes): "loop"}  # with one stage a rank both are the same
+        return known.get(self, "custom")
 
 
 def _positive(num_ranks: int, stages_per_rank: int) -> None:

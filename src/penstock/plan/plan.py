@@ -51,12 +51,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             raise PlanError(f"a plan for {self.num_microbatches} microbatches; expected at least one")
-        if self.graph.num_stages != self.placement.num_stages:
-            raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.placement.num_stages}")
-        if len(self.codes) != self.placement.num_ranks:
-            raise PlanError(
-                f"{len(self.codes)} lists of actions for {self.placement.num_ranks} ranks; expected one each"
-            )
+        if self.graph.num_stages != self.num_stages:
+            raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.num_stages}")
+        if len(self.codes) != self.num_ranks:
+            raise PlanError(f"{len(self.codes)} lists of actions for {self.num_ranks} ranks; expected one each")
 
     @classmethod
     @takes(PlanError)
@@ -175,7 +173,8 @@ class Plan:
     def forward_only(self) -> Plan:
         """The plan of an evaluation: every forward in its place, and nothing of the backward."""
         lists = self.codes
-        return self.with_lists(
-            lambda rank: [part for code in lists[rank] for part in parts(code) if part & OP not in TRAINING],
-            "forward only",
-        )
+
+        def forwards(rank: int) -> list[int]:
+            return [part for code in lists[rank] for part in parts(code) if part & OP not in TRAINING]
+
+        return self.with_lists(forwards, "forward only")

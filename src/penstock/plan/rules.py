@@ -53,9 +53,7 @@ class Rules:
         An action that a plan may do without is required only where it is there.
         """
         if action.microbatch is None:
-            raise PlanError(
-                f"requires({action}); expected an action of a microbatch: the check itself rules the others"
-            )
+            raise PlanError(f"requires({action}); expected an action of a microbatch: the check rules the others")
         found = (unpack(need) for need in self.needs(key_of(action.op, action.stage, action.peer)))
         return tuple(need._replace(microbatch=action.microbatch) for need in found if isinstance(need, Action))
 
@@ -122,13 +120,9 @@ class Rules:
                 elif consumer == self.carrier(stage, there):
                     yield key_of(Op.RECV_B, stage, consumer)
 
-    def receives(self, key: int) -> tuple[int, ...]:
-        """The keys of the messages that the action with this key needs."""
-        return tuple(need for need in self.needs(key) if need & OP in RECEIVES)
-
     @takes(PlanError)
     def awaited(self, code: int) -> list[int]:
-        """The packed messages that a packed action, or overlapped pair, needs."""
+        """The packed messages that a packed action, or overlapped pair, needs; of a key their keys."""
         return [need | part & ~KEY for part in parts(code) for need in self.needs(part & KEY) if need & OP in RECEIVES]
 
     @takes(PlanError)

@@ -20,7 +20,6 @@ from penstock.plan.actions import (
     OP,
     PEER_SHIFT,
     AnyAction,
-    is_packed,
     microbatch_of,
     pack,
     parse,
@@ -30,7 +29,7 @@ from penstock.plan.actions import (
     text,
 )
 from penstock.plan.graph import StageGraph
-from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, TRAINING
+from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, OPS, TRAINING
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 from penstock.plan.reading import read_text, write_text
@@ -107,9 +106,8 @@ class Reader:
     name: str = ""
     keys: dict[str, int] = field(init=False, default_factory=dict)  # the text before the microbatch -> the key
     seen: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)  # action -> its first row and column
-    again: list[tuple[int, tuple[int, int]]] = field(
-        init=False, default_factory=list
-    )  # those that may stand twice, and do
+    # Those that may stand twice, and do.
+    again: list[tuple[int, tuple[int, int]]] = field(init=False, default_factory=list)
 
     def plan(self, rows: Sequence[Iterable[_Cell]]) -> Plan:
         whole = self.source or "the plan"
@@ -163,7 +161,7 @@ class Reader:
     def code(self, cell: AnyAction | str | int) -> int:
         """Parse a cell. One that differs from an earlier cell in its microbatch alone needs no second look."""
         if isinstance(cell, int):
-            if not is_packed(cell):
+            if cell < 0 or any(part & OP not in OPS for part in parts(cell)):
                 raise ParseError(f"{cell} is no packed action; see penstock.plan.actions")
             return cell
         written = str(cell)
