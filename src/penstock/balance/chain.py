@@ -125,10 +125,8 @@ def settle(problem: Problem, bound: int, window: list[list[int]]) -> tuple[int, 
     chosen: Layers = [{0: 0}]
     for stage, weight in enumerate(problem.weights):
         rows, columns, first = list(layers[stage + 1]), list(values), window[stage]
-        lowest = [max(first[stop], bisect_left(prefix, prefix[stop] - bound // weight)) for stop in rows]
-        spans = [
-            (bisect_left(columns, low), bisect_left(columns, stop)) for low, stop in zip(lowest, rows, strict=True)
-        ]
+        lows = [max(first[stop], bisect_left(prefix, prefix[stop] - bound // weight)) for stop in rows]
+        spans = [(bisect_left(columns, low), bisect_left(columns, stop)) for low, stop in zip(lows, rows, strict=True)]
         ends, starts = problem.ends(stage), problem.starts(stage)
         tops, marks = [weight * ends[r] for r in rows], [weight * starts[c] for c in columns]
         best = _pick(spans, tops, marks, values=list(values.values()), bound=bound)

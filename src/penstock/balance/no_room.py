@@ -20,9 +20,7 @@ def no_room(problem: Problem) -> BalanceError:
 
     for index, layer in enumerate(profile.layers):
         alone = [problem.stage_memory(stage, index, index + 1) for stage in range(problem.num_stages)]
-        over, stage, rank = min(
-            (need - limits[r], s, r) for s, (need, r) in enumerate(zip(alone, problem.ranks, strict=True))
-        )
+        over, stage, rank = min((alone[s] - limits[r], s, r) for s, r in enumerate(problem.ranks))
         if over > 0:
             return BalanceError(
                 f"layer {layer.name!r} alone needs {of(alone[stage])} even on stage {stage}, and rank {rank} may hold "

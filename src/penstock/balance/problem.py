@@ -151,6 +151,4 @@ class Problem:
 
     def fits(self, cuts: Sequence[int]) -> bool:
         """Whether every rank stays within its limit."""
-        return self.limits is None or all(
-            self.rank_memory(rank, cuts) <= limit for rank, limit in enumerate(self.limits)
-        )
+        return all(self.rank_memory(rank, cuts) <= limit for rank, limit in enumerate(self.limits or ()))

@@ -107,7 +107,35 @@ class Profile:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         if self.crossing_bytes is not None:
             object.__setattr__(self, "crossing_bytes", tuple(self.crossing_bytes))
-        _check_profile(self)
+        if not self.layers:
+            raise BalanceError("the profile has no layers, expected at least one LayerCost")
+        first: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.name in first:
+                raise BalanceError(f"layers {first[layer.name]} and {index} are both called {layer.name!r}; rename one")
+            first[layer.name] = index
+            missing = layer.shared - self.shared_parameters.keys()
+            if missing:
+                raise BalanceError(
+                    f"layer {layer.name!r} shares {sorted(missing)}, which shared_parameters does not list "
+                    f"({sorted(self.shared_parameters)}); write shared_parameters={{{min(missing)!r}: bytes}}"
+                )
+            if layer.last_use is not None and not index <= layer.last_use < len(self.layers):
+                raise BalanceError(
+                    f"layer {layer.name!r} (index {index}): last_use is {layer.last_use}, "
+                    f"expected an index from {index} to {len(self.layers) - 1}"
+                )
+        crossing = self.crossing_bytes
+        if crossing is not None and len(crossing) != len(self.layers) - 1:
+            raise BalanceError(
+                f"crossing_bytes has {len(crossing)} entries, expected {len(self.layers) - 1}: "
+                f"one for each cut between {len(self.layers)} layers"
+            )
+        sizes: dict[str, object] = {f"shared parameter {name!r}": size for name, size in self.shared_parameters.items()}
+        sizes |= {f"crossing_bytes[{i}]": size for i, size in enumerate(crossing or ())}
+        for what, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise BalanceError(f"{what} is {size!r}, expected a whole number of bytes >= 0")
 
     @property
     def crossing(self) -> tuple[int, ...]:
@@ -151,8 +179,6 @@ class Profile:
         if own.keys() - {f.name for f in fields(cls)} or not isinstance(own.get("layers"), list):
             raise BalanceError(f"the profile needs a list 'layers' and no unknown entries, got {sorted(data)}")
         try:
-            crossing = own.get("crossing_bytes")
-            own["crossing_bytes"] = tuple(crossing) if isinstance(crossing, list) else crossing
             return cls(**{**own, "layers": tuple(map(_layer_from_json, own["layers"]))})
         except (TypeError, AttributeError) as error:
             raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error
@@ -170,43 +196,9 @@ class Profile:
         return cls.loads(read_text(path, BalanceError, limit=_LARGEST, hint=hint))
 
 
-def _check_profile(profile: Profile) -> None:
-    layers = profile.layers
-    if not layers:
-        raise BalanceError("the profile has no layers, expected at least one LayerCost")
-    first: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        if layer.name in first:
-            raise BalanceError(f"layers {first[layer.name]} and {index} are both called {layer.name!r}; rename one")
-        first[layer.name] = index
-        missing = layer.shared - profile.shared_parameters.keys()
-        if missing:
-            raise BalanceError(
-                f"layer {layer.name!r} shares {sorted(missing)}, which shared_parameters does not list "
-                f"({sorted(profile.shared_parameters)}); write shared_parameters={{{min(missing)!r}: bytes}}"
-            )
-        if layer.last_use is not None and not index <= layer.last_use < len(layers):
-            raise BalanceError(
-                f"layer {layer.name!r} (index {index}): last_use is {layer.last_use}, "
-                f"expected an index from {index} to {len(layers) - 1}"
-            )
-    sizes: dict[str, object] = {f"shared parameter {name!r}": size for name, size in profile.shared_parameters.items()}
-    if profile.crossing_bytes is not None:
-        if len(profile.crossing_bytes) != len(layers) - 1:
-            raise BalanceError(
-                f"crossing_bytes has {len(profile.crossing_bytes)} entries, expected {len(layers) - 1}: "
-                f"one for each cut between {len(layers)} layers"
-            )
-        sizes |= {f"crossing_bytes[{i}]": size for i, size in enumerate(profile.crossing_bytes)}
-    for what, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise BalanceError(f"{what} is {size!r}, expected a whole number of bytes >= 0")
-
-
 def _layer_to_json(layer: LayerCost) -> dict[str, object]:
     """Fields that differ from their default; names first."""
-    values = {each.name: (getattr(layer, each.name), each.default) for each in fields(layer)}
-    row = {name: value for name, (value, default) in values.items() if value != default}
+    row = {each.name: value for each in fields(layer) if (value := getattr(layer, each.name)) != each.default}
     return row | {"shared": sorted(layer.shared)} if layer.shared else row
 
 
