@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
+from operator import sub
 from typing import Any, NamedTuple
 
 from penstock.errors import DeadlockError, PlanError
@@ -58,10 +59,8 @@ class Steps:
         if any(timeline.plan != plan for timeline in timelines[1:]):
             raise PlanError("measured steps of different plans; expected one plan")
         typical = undisturbed(timelines)
-        each = tuple(
-            tuple(tuple(end - start for _, start, end in timeline.timed(rank)) for rank in range(plan.num_ranks))
-            for timeline in typical
-        )
+        rows = [zip(timeline.ends, timeline.starts, strict=True) for timeline in typical]
+        each = tuple(tuple(tuple(map(sub, *row)) for row in step) for step in rows)
         lengths = tuple(tuple(map(statistics.fmean, zip(*rank, strict=True))) for rank in zip(*each, strict=True))
         waits = [wait for timeline in typical for wait in _waits(timeline)]
         under_way = _under_way(waits)
@@ -70,11 +69,6 @@ class Steps:
         pickup = statistics.fmean(there) if there else 0.0
         delays = {pair: max(delay - pickup, 0.0) for pair, delay in under_way.items()}
         return cls(plan, lengths, delays, pickup, each)
-
-    def uneven(self, costs: Costs) -> float:
-        """How much longer a step takes since each action takes a time of its own, and not what these costs say of its kind."""
-        steps = [replayed(self.plan, lengths, self.delays, pickup=self.pickup) for lengths in self.each]
-        return max(statistics.fmean(steps) - simulate(self.plan, costs).makespan, 0.0)
 
     def by_stage(self) -> dict[int, list[tuple[int, float]]]:
         """By key of a compute action: the microbatch and the time of each; pairs are left out."""
@@ -167,20 +161,19 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
     steps = Steps.of(timelines)
     times = {key: statistics.mean(time for _, time in found) for key, found in steps.by_stage().items()}
     posts, pairs = steps.of_kind(MESSAGES), steps.of_kind(frozenset({OVERLAP}))
-    latency, links = _links(steps.delays)
     found = replace(
         known,
         **_filled(times, known),
+        **_ways(steps.delays),
         overlap=statistics.mean(pairs) if pairs else known.overlap,
-        latency=latency if latency is not None else known.latency,
-        links=links if latency is not None else known.links,
-        bandwidth=None if latency is not None else known.bandwidth,  # what a message takes is all in its latency
         overhead=0.0,  # as it is in the times of the actions
         posting=statistics.mean(posts) if posts else known.posting,
         microbatches=steps.microbatches() if per_microbatch else known.microbatches,
         ranks=None,
     )
-    return replace(found, uneven=steps.uneven(found))
+    # How much longer a step takes since each action takes a time of its own, and not what these costs say of its kind.
+    replays = [replayed(steps.plan, lengths, steps.delays, pickup=steps.pickup) for lengths in steps.each]
+    return replace(found, uneven=max(statistics.fmean(replays) - simulate(steps.plan, found).makespan, 0.0))
 
 
 def _filled(times: dict[int, float], known: Costs) -> dict[str, Any]:
@@ -241,10 +234,13 @@ def _under_way(waits: Sequence[_Awaited]) -> dict[tuple[int, int], float]:
     return {pair: (there + one_way.get(pair[::-1], there)) / 2 for pair, there in one_way.items()}
 
 
-def _links(delays: dict[tuple[int, int], float]) -> tuple[float | None, tuple[Link, ...]]:
-    """The usual latency, and the links that are much slower or quicker; None: nobody waited for a message."""
+def _ways(delays: dict[tuple[int, int], float]) -> dict[str, Any]:
+    """The usual latency, in which all is that a message takes, and the links that are much slower or quicker; nothing if nobody
+    waited for a message.
+    """
     if not delays:
-        return None, ()
+        return {}
     usual = statistics.median(delays.values())
     unlike = [pair for pair, delay in delays.items() if not usual / _DIFFERENT <= delay <= usual * _DIFFERENT]
-    return usual, tuple(Link(*pair, delays[pair]) for pair in sorted(unlike))
+    links = tuple(Link(*pair, delays[pair]) for pair in sorted(unlike))
+    return {"latency": usual, "links": links, "bandwidth": None}

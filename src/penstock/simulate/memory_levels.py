@@ -146,9 +146,8 @@ class _Ledger:
     def unsaved(self, stage: int, microbatch: int) -> float:
         """What an R leaves out, which ends with the last tensor that a full backward needs."""
         key = stage, microbatch
-        return (
-            self.costs.unsaved[stage] if self.costs.unsaved and key in self.repeated and key not in self.split else 0.0
-        )
+        left = key in self.repeated and key not in self.split
+        return self.costs.unsaved[stage] if self.costs.unsaved and left else 0.0
 
     def given(self, stage: int, microbatch: int) -> None:
         """The output of a forward that will be run again: it stays as long as another stage here, or a send, needs it."""

@@ -218,9 +218,7 @@ class Timeline:
         for change in changes(self.plan, rank, costs):
             edge = change.place, change.at_end
             edges[edge] = edges.get(edge, 0.0) + change.size
-        timed = sorted(
-            (ends[place] if at_end else starts[place], size) for (place, at_end), size in edges.items() if size
-        )
+        timed = sorted((ends[at] if at_end else starts[at], size) for (at, at_end), size in edges.items() if size)
         held, curve = 0.0, [(self.start, 0.0)]
         for time, size in timed:  # at one time, releases come before what is taken
             held += size
