@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
@@ -25,18 +25,17 @@ def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
     >>> print(*merge_backward(split, everywhere=False).lines(), sep="; ")
     rank 0: 0F0 0B0; rank 1: 1F0 1I0 1W0
     """
-    rules, every = Rules(plan.graph, plan.placement, lowered=True), frozenset(range(plan.num_stages))
-    return plan.with_codes(
-        merge(codes, every if everywhere else free_stages(rules, rank)) for rank, codes in enumerate(plan.codes)
-    )
+    rules = Rules(plan.graph, plan.placement, lowered=True)
+    stages_of = plan.placement.stages_of if everywhere else partial(free_stages, rules)
+    return plan.with_codes(merge(codes, stages_of(rank)) for rank, codes in enumerate(plan.codes))
 
 
-def free_stages(rules: Rules, rank: int) -> frozenset[int]:
+def free_stages(rules: Rules, rank: int) -> tuple[int, ...]:
     """The stages of a rank whose gradients no other rank waits for."""
-    return frozenset(s for s in rules.placement.stages_of(rank) if not rules.sends(key_of(Op.I, s)))
+    return tuple(s for s in rules.placement.stages_of(rank) if not rules.sends(key_of(Op.I, s)))
 
 
-def merge(codes: Sequence[int], stages: AbstractSet[int]) -> Sequence[int]:
+def merge(codes: Sequence[int], stages: Collection[int]) -> Sequence[int]:
     """Merge I and W in the list of one rank, for these stages only."""
     if not stages:
         return codes

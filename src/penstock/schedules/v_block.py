@@ -30,28 +30,22 @@ def rank_actions(hops: Sequence[int], turns: Sequence[int], sizes: Sizes, rank: 
     `hops` are the slots from rank to rank on each of these ways; `turns` those between one way and the next: on the last
     rank, on the first rank (the loss), and on the last rank again.
     """
-    last, begin, slots = sizes.num_ranks - 1, 0, []
+    last, begin, slots = sizes.num_ranks - 1, 0, list[int]()
     for way, (hop, turn) in enumerate(zip(hops, (*turns, 0), strict=True)):
         slots.append(begin + hop * (last - rank if way % 2 else rank))
         begin += hop * last + turn
-    f0, f1, i1, i0 = slots
-    w0, w1 = _weight_slots(slots, i0, i1)
     there, back = rank, sizes.num_stages - 1 - rank
-    block = [
-        (f0, forward(there, 0)),
-        (f1, forward(back, 0)),
-        (i1, backward_input(back, 0)),
-        (i0, backward_input(there, 0)),
-        (w0, backward_weight(there, 0)),
-        (w1, backward_weight(back, 0)),
-    ]
-    return repeat(block, INTERVAL, sizes.num_microbatches)
+    actions = [forward(there, 0), forward(back, 0), backward_input(back, 0), backward_input(there, 0)]
+    slots += _weight_slots(slots)
+    actions += [backward_weight(there, 0), backward_weight(back, 0)]
+    return repeat(zip(slots, actions, strict=True), INTERVAL, sizes.num_microbatches)
 
 
-def _weight_slots(taken: Sequence[int], i0: int, i1: int) -> tuple[int, int]:
+def _weight_slots(taken: Sequence[int]) -> tuple[int, int]:
     """The slots of the two weight backwards: as soon after their input backwards as the two free slots allow."""
+    *_, input_back, input_there = taken
     one, other = set(range(INTERVAL)) - {slot % INTERVAL for slot in taken}
-    choices = [(_next(i0, a), _next(i1, b)) for a, b in ((one, other), (other, one))]
+    choices = [(_next(input_there, a), _next(input_back, b)) for a, b in ((one, other), (other, one))]
     return min(choices, key=lambda slots: (sum(slots), slots))
 
 

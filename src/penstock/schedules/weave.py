@@ -40,12 +40,10 @@ def repeat(block: Iterable[tuple[int, int]], interval: int, num_microbatches: in
     >>> " ".join(map(text, repeat([(0, forward(0, 0)), (3, backward(0, 0))], 2, 3)))
     '0F0 0F1 0B0 0F2 0B1 0B2'
     """
-    phased = sorted((time % interval, time // interval, action) for time, action in block)
+    phased = sorted((time % interval, time // interval, code) for time, code in block)
     edges = sorted({edge for _, begin, _ in phased for edge in (begin, begin + num_microbatches)})
     actions: list[int] = []
     for low, high in pairwise(edges):
-        active = [
-            action + (low - begin) * STEP for _, begin, action in phased if begin <= low < begin + num_microbatches
-        ]
+        active = [code + (low - begin) * STEP for _, begin, code in phased if begin <= low < begin + num_microbatches]
         actions += weave(high - low, *active)
     return actions
