@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from penstock.errors import PlanError
@@ -79,18 +80,10 @@ def front(
     """
     placements = placements_of(placement, num_ranks, costs.num_stages)
     known = _known(num_ranks, num_microbatches, costs)
+    searching = partial(search, num_ranks, num_microbatches, costs, tries=tries, exact=exact, seed=seed)
     searched: list[Point] = []
     for limit in sorted(limits) if limits is not None else _levels(placements, costs, known):
-        found = search(
-            num_ranks,
-            num_microbatches,
-            costs,
-            memory_limit=limit,
-            placement=placement,
-            tries=tries,
-            exact=exact,
-            seed=seed,
-        )
+        found = searching(memory_limit=limit, placement=placement)
         if not searched or found.makespan < searched[-1].makespan * (1 - 1e-9):
             name = "searched" if found.origin in ("search", "solver") else found.origin
             searched.append(Point.of(found.timeline, name, found.floor))

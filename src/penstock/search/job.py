@@ -66,9 +66,8 @@ class SearchJob:
         )
         work = [0.0 for _ in ranks]
         for task, time in enumerate(self.time):
-            work[self.rank_of_link[task // num_microbatches]] += time + (
-                self.weight_time[task] if task in back else 0.0
-            )
+            more = self.weight_time[task] if task in back else 0.0
+            work[self.rank_of_link[task // num_microbatches]] += time + more
         self.pace = max(work) / num_microbatches  # the time that the busiest rank has for one microbatch, on average
 
     @classmethod

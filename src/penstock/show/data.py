@@ -29,9 +29,8 @@ def timeline_data(name: str, timeline: Timeline) -> dict[str, object]:
     plan = timeline.plan
     keys = _Keys(plan)
     picture = Picture.of(timeline)
-    digits = (
-        9 - floor(log10(picture.length)) if picture.length > 0 else 9
-    )  # decimal places: nine digits of the longest time
+    # Decimal places: nine digits of the longest time.
+    digits = 9 - floor(log10(picture.length)) if picture.length > 0 else 9
 
     def at(time: float) -> float:
         return round(time - picture.start, digits)

@@ -39,9 +39,8 @@ def gallery(schedules: Iterable[Recipe] | None = None) -> dict[str, str]:
     chosen = all_schedules() if schedules is None else schedules
     timed = [(recipe, simulate(recipe(NUM_RANKS, NUM_MICROBATCHES))) for recipe in chosen]
     made = {f"gallery/{recipe.name}.svg": to_svg(timeline, width=880) for recipe, timeline in timed}
-    made["gallery.md"] = "\n".join(
-        [_HEAD.format(ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES), *_table(timed), *_pictures(timed)]
-    )
+    head = _HEAD.format(ranks=NUM_RANKS, microbatches=NUM_MICROBATCHES)
+    made["gallery.md"] = "\n".join([head, *_table(timed), *_pictures(timed)])
     return made
 
 

@@ -78,14 +78,12 @@ class WhatIf:
     def _ranks(self) -> _Changes:
         """Ranks whose stages all take longer than was expected of them, by more than those of others."""
         work = [taken / (wanted or 1.0) for taken, wanted in zip(_work(self.costs), _work(self.expected), strict=True)]
-        ratios = [
-            statistics.mean(work[stage] for stage in self.plan.placement.stages_of(rank))
-            for rank in range(self.plan.num_ranks)
-        ]
+        stages_of = [self.plan.placement.stages_of(rank) for rank in range(self.plan.num_ranks)]
+        ratios = [statistics.mean(work[stage] for stage in stages) for stages in stages_of]
         usual = statistics.median_low(ratios)
         for rank, ratio in enumerate(ratios):
             if ratio > _SLOWER * usual:
-                slow = dict.fromkeys(self.plan.placement.stages_of(rank), usual / ratio)
+                slow = dict.fromkeys(stages_of[rank], usual / ratio)
                 words = f"rank {rank} is slower than its peers: it takes {ratio / usual:.2f} times as long for the same work"
                 yield words, self._scaled(slow)
 

@@ -86,15 +86,20 @@ def answer(question: Question, kind: Kind) -> dict[str, Any]:
     """
     match kind:
         case "compare":
-            return {
-                "rows": sorted(_compared(question), key=lambda row: (not row["fits"], row["makespan"], row["peak"]))
-            }
+            rows = sorted(_compared(question), key=lambda row: (not row["fits"], row["makespan"], row["peak"]))
+            return {"rows": rows}
         case "csv":
             return {"text": dumps(_timeline(question).plan), "name": f"{question.schedule}.csv"}
         case "svg":
             return {"text": to_svg(_timeline(question)), "name": f"{question.schedule}.svg"}
         case "show":
-            return _shown(question)
+            timeline = _timeline(question)
+            return {
+                "html": timeline_section([(timeline.plan.name, timeline)]).html,
+                "figures": figures(timeline),
+                "command": _command(question),
+                **_beside(question, timeline),
+            }
 
 
 def answer_json(text: str) -> str:
@@ -110,16 +115,6 @@ def answer_json(text: str) -> str:
         raise PlanError(f"expected a question and its kind, one of {', '.join(get_args(Kind))}; got {text[:200]}")
     except (PenstockError, json.JSONDecodeError, RecursionError) as error:
         return json.dumps({"error": str(error)})
-
-
-def _shown(question: Question) -> dict[str, object]:
-    timeline = _timeline(question)
-    return {
-        "html": timeline_section([(timeline.plan.name, timeline)]).html,
-        "figures": figures(timeline),
-        "command": _command(question),
-        **_beside(question, timeline),
-    }
 
 
 def _timeline(question: Question) -> Timeline:
