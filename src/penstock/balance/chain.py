@@ -19,11 +19,11 @@ from penstock.balance.problem import Problem
 Layers = list[dict[int, int]]  # for each boundary: reachable cut -> the cut before it
 
 
-def windows(problem: Problem, limits: Sequence[int] | None) -> list[list[int]]:
-    """For each stage and cut b: the first a for which the layers a..b alone fit the rank of the stage."""
+def windows(problem: Problem, limits: Sequence[int] | None, of: Sequence[int] | None = None) -> list[list[int]]:
+    """For each stage and cut b: the first a for which the layers a..b alone fit its limit, that of its rank unless `of` says."""
     if limits is None:
         return [[0] * (problem.num_layers + 1)] * problem.num_stages
-    keys = [(limits[rank], held) for rank, held in zip(problem.ranks, problem.in_flight, strict=True)]
+    keys = [(limits[rank], held) for rank, held in zip(of or problem.ranks, problem.in_flight, strict=True)]
     known = {key: _window(problem, *key) for key in set(keys)}
     return [known[key] for key in keys]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from penstock.balance import chain
 from penstock.balance.problem import Problem
 from penstock.errors import BalanceError
@@ -13,11 +11,10 @@ _MOST_ROUNDS = 32
 
 def by_shares(problem: Problem) -> tuple[int, ...]:
     """A good cut, with the memory of each rank shared out among its stages beforehand."""
-    alone = replace(problem, ranks=tuple(range(problem.num_stages)), limits=None)
     found = []
     for share in _first_shares(problem):
         for _ in range(_MOST_ROUNDS):
-            window = chain.windows(alone, share)
+            window = chain.windows(problem, share, range(problem.num_stages))
             bound = chain.slowest(problem, window)
             if bound is None:
                 break

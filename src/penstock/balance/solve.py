@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
@@ -74,9 +73,9 @@ def balance(
     if objective not in ("stage", "rank"):
         raise BalanceError(f'objective is {objective!r}, expected "stage" or "rank"')
     problem = Problem(
-        profile=profile,
-        ranks=stage_ranks,
-        limits=_limits(memory_limit, max(stage_ranks) + 1),
+        profile,
+        stage_ranks,
+        _limits(memory_limit, max(stage_ranks) + 1),
         in_flight=_in_flight(microbatches_in_flight, num_stages),
         state_factor=_positive("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte, zero=True) + 2,
         bandwidths=_bandwidths(stage_ranks, bandwidth, links),
@@ -106,15 +105,16 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     >>> leanest(profile, Placement.loop(2)), balance(profile, 2).boundaries
     ((3,), (2,))
     """
-    ranks = placement.ranks
     factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
-    in_flight, weights = _in_flight(None, len(ranks)), _weights(ranks, "stage", None)
-    problem = Problem(profile, ranks, None, in_flight, factor, _bandwidths(ranks, None, ()), weights)
+    ranks, in_flight = placement.ranks, _in_flight(None, placement.num_stages)
+    ways, weights = _bandwidths(ranks, None, ()), _weights(ranks, "stage", None)
+    problem = Problem(profile, ranks, None, in_flight=in_flight, state_factor=factor, bandwidths=ways, weights=weights)
     low, high, best = 0, heaviest(problem), None
     while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
+        problem.limits = (max(limit, 1),) * problem.num_ranks
         try:
-            found = _solve(replace(problem, limits=(max(limit, 1),) * problem.num_ranks), "stage")
+            found = _solve(problem, "stage")
         except BalanceError:  # too many cuts to weigh them all, and no simple one keeps to so little
             found = None
         if found is None:
