@@ -26,10 +26,16 @@ _RAW = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, Run
 
 
 def takes(error: type[PenstockError]) -> Callable[[_Taken], _Taken]:
-    """Raise that error in place of one of Python's, if an argument is not what the annotations of a function, or class, say."""
+    """Raise that error in place of one of Python's, if an argument is not what the annotations of a function say.
+
+    Of a class those of its `__init__` and of its class methods, which make one in other ways.
+    """
 
     def decorate(taken: _Taken) -> _Taken:
         if isinstance(taken, type):
+            makers = {name: made.__func__ for name, made in vars(taken).items() if isinstance(made, classmethod)}
+            for name, maker in makers.items():
+                setattr(taken, name, classmethod(_watched(maker, error)))
             setattr(taken, "__init__", _watched(getattr(taken, "__init__"), error))  # noqa: B009, B010  of that class itself
             return taken
         return cast("_Taken", _watched(taken, error))

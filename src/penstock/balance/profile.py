@@ -164,7 +164,6 @@ class Profile:
         return "\n".join(["{", *lines, ' "layers": [', rows, " ]", "}", ""])
 
     @classmethod
-    @takes(BalanceError)
     def loads(cls, text: str) -> Profile:
         """Read what `dumps` wrote."""
         try:
@@ -189,7 +188,6 @@ class Profile:
         write_text(path, self.dumps(), BalanceError)
 
     @classmethod
-    @takes(BalanceError)
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
         hint = "; expected a profile, a line for each layer"

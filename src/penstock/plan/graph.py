@@ -35,13 +35,11 @@ class StageGraph:
                 )
 
     @classmethod
-    @takes(PlanError)
     def chain(cls, num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> StageGraph:
         """Each stage feeds the next, plus the given skip connections."""
         return cls.of(num_stages, [*((s, s + 1) for s in range(num_stages - 1)), *skips])
 
     @classmethod
-    @takes(PlanError)
     def of(cls, num_stages: int, edges: Iterable[tuple[int, int]]) -> StageGraph:
         """Exactly these edges."""
         return cls(num_stages, tuple(sorted(set(edges))))

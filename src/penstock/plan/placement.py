@@ -34,14 +34,12 @@ class Placement:
             )
 
     @classmethod
-    @takes(PlanError)
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stages go round the ranks: 0, 1, .., p-1, 0, 1, .."""
         _positive(num_ranks, stages_per_rank)
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
-    @takes(PlanError)
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
         """Stages go there and back: 0, 1, .., p-1, p-1, .., 1, 0, .."""
         _positive(num_ranks, stages_per_rank)
@@ -49,7 +47,6 @@ class Placement:
         return cls(tuple(rank for leg in range(stages_per_rank) for rank in there[:: -1 if leg % 2 else 1]))
 
     @classmethod
-    @takes(PlanError)
     def of(cls, ranks: Sequence[int]) -> Placement:
         """Any placement: the rank of each stage, in the order of stages."""
         return cls(tuple(ranks))

@@ -57,7 +57,6 @@ class Plan:
             raise PlanError(f"{len(self.codes)} lists of actions for {self.num_ranks} ranks; expected one each")
 
     @classmethod
-    @takes(PlanError)
     def of(
         cls,
         actions: Mapping[int, Iterable[AnyAction | str | int | None]]

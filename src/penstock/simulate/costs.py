@@ -190,7 +190,6 @@ class Costs:
         return replace(self, **changed)
 
     @classmethod
-    @takes(PlanError)
     def per_rank(
         cls,
         *,
@@ -233,14 +232,12 @@ class Costs:
         )
 
     @classmethod
-    @takes(PlanError)
     def unit(cls, plan: Plan) -> Costs:
         """F = I = W = 1 per rank and microbatch, free messages: what to draw a plan with when nothing is measured."""
         per_rank = -(-plan.num_stages // plan.num_ranks)
         return cls.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank)
 
     @classmethod
-    @takes(PlanError)
     def per_stage(
         cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]
     ) -> Costs:
