@@ -32,8 +32,7 @@ class Grouped:
     @property
     def imbalance(self) -> float:
         """The costliest microbatch against the mean: 1 is even."""
-        total = sum(self.costs)
-        return max(self.costs) * len(self.costs) / total if total else 1.0
+        return max(self.sizes)
 
     @property
     def sizes(self) -> tuple[float, ...]:

@@ -74,10 +74,9 @@ def lives(plan: Plan, rank: int, asked: Wanted) -> Iterator[Life]:
 Inserted = Mapping[int, Sequence[int]]  # by slot of a list: what comes before it, or after it
 
 
-def inserted(codes: Sequence[int], before: Inserted, after: Inserted | None = None) -> list[int]:
+def inserted(codes: Sequence[int], before: Inserted, after: Inserted) -> list[int]:
     """A list with actions put in before some slots, and after some."""
-    behind = after or {}
-    return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), code, *behind.get(slot, ()))]
+    return [c for slot, code in enumerate(codes) for c in (*before.get(slot, ()), code, *after.get(slot, ()))]
 
 
 def one_a_rank(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

@@ -49,7 +49,7 @@ def recompute(
 
 def _with_recompute(plan: Plan, rank: int, asked: Wanted) -> list[int]:
     again = {life.backward: [with_op(life.code, Op.R)] for life in lives(plan, rank, asked) if life.between}
-    return inserted(plan.codes[rank], again)
+    return inserted(plan.codes[rank], again, {})
 
 
 def _moved_up(plan: Plan, costs: Costs, memory_limit: float | Sequence[float] | None) -> Plan:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import asdict
+from functools import cache
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -20,7 +21,7 @@ from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
-from penstock.show.numbers import CAUSES, figures, holds, idle_sums, memory_text, percent, sizes, time_text
+from penstock.show.numbers import figures, holds, idle_sums, memory_text, percent, sizes, time_text
 from penstock.show.svg import ops_of
 from penstock.simulate import Timeline, simulate
 
@@ -107,18 +108,17 @@ def embed_json(value: object) -> str:
     return made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-@lru_cache(maxsize=1)
 def style() -> str:
     """The style of sections, and of a page around them."""
     return _beside("style.css")
 
 
-@lru_cache(maxsize=1)
 def script() -> str:
     """The script that brings all sections of a page to life."""
     return '"use strict";\n{\n' + "\n".join(map(_beside, ("model.js", "draw.js", "view.js"))) + "}\n"
 
 
+@cache
 def _beside(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
@@ -163,11 +163,11 @@ def _side(timeline: Timeline) -> str:
     whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
     rows = ""
     for rank, busy in enumerate(timeline.busy):
-        shares = [("busy", busy), *((cause, getattr(timeline.idle[rank], cause)) for cause in CAUSES)]
+        shares = {"busy": busy, **asdict(timeline.idle[rank])}
         stack = "".join(
             f'<i style="width:{100 * value / whole:.2f}%;background:var(--ps-{cause})" '
             f'title="{cause} {escape(time_text(value, timeline.unit))}"></i>'
-            for cause, value in shares
+            for cause, value in shares.items()
             if value > 0
         )
         held = f"<td>{memory_text(peaks[rank])}</td>" if holds(timeline) else ""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Final
 
 from penstock.errors import PlanError
 from penstock.misfits import takes
 from penstock.plan import Plan
-from penstock.simulate import Timeline
+from penstock.simulate import Idle, Timeline
 
-CAUSES: Final = ("filling", "draining", "communication", "imbalance")
+CAUSES: Final = tuple(field.name for field in fields(Idle))
 _SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thousands
@@ -35,7 +36,7 @@ def summary(timeline: Timeline) -> dict[str, object]:
         "bubble": {"makespan": timeline.bubble_makespan, "longest_rank": timeline.bubble_longest_rank},
         "peak_activations": list(timeline.peak_memory),
         "idle": idle_sums(timeline),
-        "idle_per_rank": [{cause: getattr(idle, cause) for cause in CAUSES} for idle in timeline.idle],
+        "idle_per_rank": list(map(asdict, timeline.idle)),
         "busy_per_rank": list(timeline.busy),
     }
 
@@ -85,12 +86,10 @@ def idle_sums(timeline: Timeline) -> dict[str, float]:
 
 def sizes(plan: Plan) -> str:
     """``4 ranks, 8 stages, 16 microbatches``."""
-    counts = (
-        (plan.num_ranks, "rank", "s"),
-        (plan.num_stages, "stage", "s"),
-        (plan.num_microbatches, "microbatch", "es"),
+    ranks, stages, count = plan.num_ranks, plan.num_stages, plan.num_microbatches
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)}, {stages} stage{'s' * (stages > 1)}, {count} microbatch{'es' * (count > 1)}"
     )
-    return ", ".join(f"{count} {one}{'' if count == 1 else ending}" for count, one, ending in counts)
 
 
 def holds(timeline: Timeline) -> bool:

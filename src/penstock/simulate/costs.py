@@ -96,20 +96,17 @@ class Costs:
             if not all(0 <= number <= _MOST for number in numbers):
                 raise PlanError(f"costs: {name}={value}; expected finite numbers >= 0, at most {_MOST:g}")
         for link in self.links:
-            limited = link.bandwidth is not None
-            slow = limited and (not 1 / _MOST <= (link.bandwidth or 0) <= _MOST or self.output_bytes is None)
-            if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency <= _MOST or slow:
+            if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency <= _MOST:
+                raise PlanError(f"costs: {link}; expected two ranks and a finite latency >= 0")
+        for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
+            if bandwidth is not None and (not 1 / _MOST <= bandwidth <= _MOST or self.output_bytes is None):
                 raise PlanError(
-                    f"costs: {link}; expected two ranks and a finite latency >= 0; a bandwidth must be above 0 and needs "
-                    "output_bytes"
+                    f"costs: bandwidth={bandwidth}; a bandwidth must be above 0 and needs output_bytes, the bytes of each "
+                    "stage's output"
                 )
         if self.copy_bandwidth is not None and self.copy_bandwidth < 1 / _MOST:
             raise PlanError(
                 f"costs: copy_bandwidth={self.copy_bandwidth}; expected more than 0, or None for copies as quick as the forward"
-            )
-        if self.bandwidth is not None and (self.bandwidth < 1 / _MOST or self.output_bytes is None):
-            raise PlanError(
-                "costs: a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output"
             )
 
     @property

@@ -9,8 +9,9 @@ its buffer from when it is posted; a gradient that is to be sent, and the input 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from penstock.plan import Plan
@@ -60,14 +61,12 @@ def levels(plan: Plan, rank: int, costs: Costs) -> list[dict[str, float]]:
     >>> [level["activations"] for level in levels(plan, 0, Costs.unit(plan))]
     [1.0, 2.0, 1.0, 0.0]
     """
-    at_place: defaultdict[int, list[Change]] = defaultdict(list)
+    found = [dict.fromkeys(KINDS, 0.0) for _ in plan.codes[rank]]
     for change in changes(plan, rank, costs):
-        at_place[change.place].append(change)
-    now, found = dict.fromkeys(KINDS, 0.0), []
-    for place in range(len(plan.codes[rank])):
-        for change in at_place[place]:
-            now[change.kind] += change.size
-        found.append(dict(now))
+        found[change.place][change.kind] += change.size
+    for before, after in pairwise(found):
+        for kind in KINDS:
+            after[kind] += before[kind]
     return found
 
 

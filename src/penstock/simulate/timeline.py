@@ -187,10 +187,9 @@ class Timeline:
         """
         if self.processor is None:
             return 0.0
-        without = 0.0
-        for rank, spent in enumerate(self.processor):
-            without += max(0.0, sum(e - s for code, s, e in self.timed(rank) if code & OP in COMPUTES) - spent)
-        return without / len(self.processor)
+        ranks = enumerate(self.processor)
+        taken = [(sum(e - s for code, s, e in self.timed(rank) if code & OP in COMPUTES), had) for rank, had in ranks]
+        return sum(max(0.0, computing - had) for computing, had in taken) / len(taken)
 
     def _bubble(self, cost: float) -> float:
         return 1 - sum(self.busy) / (len(self.busy) * cost) if cost else 0.0
