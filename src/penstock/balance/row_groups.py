@@ -149,11 +149,8 @@ def _settle(groups: list[_Group], prices: Sequence[float], lengths: Sequence[int
     """Exchange rows between the costliest microbatch and others while the costliest of all becomes cheaper."""
     for _ in range(4 * len(prices)):
         high = max(groups, key=lambda group: group.cost)
-        if not any(
-            _exchange(high, low, prices, lengths, room)
-            for low in sorted(groups, key=lambda group: group.cost)
-            if low is not high
-        ):
+        # With itself the costliest has nothing to exchange: there is no gap.
+        if not any(_exchange(high, low, prices, lengths, room) for low in sorted(groups, key=lambda group: group.cost)):
             return
 
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.search.job import SearchJob
 from penstock.search.listing import Manner
 
-_Shaken = TypeVar("_Shaken")
-_Way = tuple[int, Callable[[_Shaken], _Shaken]]  # how often something is changed beside the others, and how
+_Shaken = TypeVar("_Shaken", "Groups", "BlockPattern")
+_Ways = dict[str, tuple[int, Callable[[Any], Any]]]  # by field: how often it is changed beside the others, and how
 PATIENCES = (0.0, 0.25, 0.5, 0.75, 1.0)
 HOLDS = (0.0, 0.1, 0.35, 1.0)
 _SPREADS = (0.2, 0.7, 2.0)  # of changes to the keys of a known schedule, in places
@@ -83,19 +84,16 @@ class Groups:
         return keys
 
     def shaken(self, job: SearchJob, rng: random.Random) -> Groups:
-        ways: list[_Way[Groups]] = [
-            (3, lambda it: replace(it, forward=_regrouped(it.forward, rng))),
-            (3, lambda it: replace(it, backward=_regrouped(it.backward, rng))),
-            (3, lambda it: replace(it, ahead=_nudged(it.ahead, rng))),
-            (4 if job.merges else 1, lambda it: replace(it, manner=_another(it.manner, job, rng))),
-        ]
-        return _changed(self, ways, rng)
+        regroup, nudge = partial(_regrouped, rng=rng), partial(_nudged, rng=rng)
+        return _changed(self, {"forward": (3, regroup), "backward": (3, regroup), "ahead": (3, nudge)}, job, rng)
 
 
-def _changed(pattern: _Shaken, ways: list[_Way[_Shaken]], rng: random.Random) -> _Shaken:
-    """The pattern with one change, or a few."""
+def _changed(pattern: _Shaken, ways: _Ways, job: SearchJob, rng: random.Random) -> _Shaken:
+    """The pattern with one change, or a few, to what `ways` names or to its manner."""
+    ways = ways | {"manner": (4 if job.merges else 1, partial(_another, job=job, rng=rng))}
     for _ in range(rng.choice((1, 1, 2, 3))):
-        pattern = rng.choices([way for _, way in ways], [often for often, _ in ways])[0](pattern)
+        [name] = rng.choices([*ways], [often for often, _ in ways.values()])
+        pattern = replace(pattern, **{name: ways[name][1](getattr(pattern, name))})
     return pattern
 
 
@@ -187,13 +185,12 @@ class BlockPattern:
         return keys
 
     def shaken(self, job: SearchJob, rng: random.Random) -> BlockPattern:
-        ways: list[_Way[BlockPattern]] = [
-            (4, lambda it: replace(it, hops=_stretched(it.hops, rng, spread=0.5, least=0.5))),
-            (3, lambda it: replace(it, turns=_stretched(it.turns, rng, spread=1.5, least=0.0))),
-            (2, lambda it: replace(it, shift=_nudged(it.shift, rng))),
-            (4 if job.merges else 1, lambda it: replace(it, manner=_another(it.manner, job, rng))),
-        ]
-        return _changed(self, ways, rng)
+        ways: _Ways = {
+            "hops": (4, partial(_stretched, rng=rng, spread=0.5, least=0.5)),
+            "turns": (3, partial(_stretched, rng=rng, spread=1.5, least=0.0)),
+            "shift": (2, partial(_nudged, rng=rng)),
+        }
+        return _changed(self, ways, job, rng)
 
 
 def _stretched(lengths: tuple[float, ...], rng: random.Random, *, spread: float, least: float) -> tuple[float, ...]:
