@@ -32,19 +32,15 @@ def paint(op: Op, shade: int = 0, shades: int = 1) -> Paint:
     return Paint("#{:02x}{:02x}{:02x}".format(*mixed), _ink(mixed))
 
 
-def shades(plan: Plan) -> tuple[tuple[int, int], ...]:
+def shades(plan: Plan) -> dict[int, tuple[int, int]]:
     """For each stage: its place among the stages of its rank, and how many those are."""
-    found = [(0, 1)] * plan.num_stages
-    for rank in range(plan.num_ranks):
-        stages = plan.placement.stages_of(rank)
-        for place, stage in enumerate(stages):
-            found[stage] = (place, len(stages))
-    return tuple(found)
+    ranks = map(plan.placement.stages_of, range(plan.num_ranks))
+    return {stage: (place, len(stages)) for stages in ranks for place, stage in enumerate(stages)}
 
 
 def rank_colour(rank: int, num_ranks: int) -> str:
     """A colour for the curve of one rank: from blue for the first to red for the last, for any background."""
-    hue = 215 - 215 * rank / max(num_ranks - 1, 1) if num_ranks > 1 else 215
+    hue = 215 - 215 * rank / max(num_ranks - 1, 1)
     return f"hsl({hue:.0f} 62% 52%)"
 
 

@@ -126,14 +126,9 @@ def _curve(levels: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def _messages(timeline: Timeline, keys: _Keys, at: Callable[[float], float]) -> dict[str, list[object]]:
-    found = sorted(timeline.messages(), key=lambda message: message.posted)
-    codes = [(message.send.code, message.recv.code) for message in found]
-    return {
-        "f": [message.sender for message in found],
-        "t": [message.receiver for message in found],
-        "a": [keys.number(send) for send, _ in codes],
-        "b": [keys.number(recv) for _, recv in codes],
-        "m": [microbatch_of(send) for send, _ in codes],
-        "s": [at(message.posted) for message in found],
-        "e": [at(message.arrived) for message in found],
-    }
+    rows = []
+    for message in sorted(timeline.messages(), key=lambda message: message.posted):
+        send, recv = message.send.code, message.recv.code
+        ends = message.sender, message.receiver, keys.number(send), keys.number(recv), microbatch_of(send)
+        rows.append((*ends, at(message.posted), at(message.arrived)))
+    return {name: [row[place] for row in rows] for place, name in enumerate("ftabmse")}

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
@@ -24,9 +23,6 @@ from penstock.simulate import Costs, Timeline, measured_costs, simulate
 _SLOWER = 1.1  # so many times what its peers take is slow
 _WORTH = 0.002  # of the step: what gives less is not worth a line
 _TIMES = ("forward", "backward_input", "backward_weight", "backward")
-
-
-_Changes = Iterator[tuple[str, Costs]]  # what costs time, and the costs if it were mended
 
 
 class Mended(NamedTuple):
@@ -69,27 +65,24 @@ class WhatIf:
 
     def mended(self) -> list[Mended]:
         """What costs time, the most first."""
-        changes = chain(self._ranks(), self._stages(), self._others())
-        steps = [(what, self._time(costs)) for what, costs in changes]
+        steps = [(what, self._time(costs)) for what, costs in self._changes()]
         found = [*(Mended(what, step, self.step - step) for what, step in steps), self._waiting()]
         worth = [one for one in found if one.saved > _WORTH * self.step]
         return sorted(worth, key=lambda one: -one.saved)
 
-    def _ranks(self) -> _Changes:
-        """Ranks whose stages all take longer than was expected of them, by more than those of others."""
-        work = [taken / (wanted or 1.0) for taken, wanted in zip(_work(self.costs), _work(self.expected), strict=True)]
+    def _changes(self) -> Iterator[tuple[str, Costs]]:
+        """What costs time, and the costs if it were mended."""
+        # Ranks whose stages all take longer than was expected of them, by more than those of others.
+        work, expected = _work(self.costs), _work(self.expected)
+        share = [taken / (wanted or 1.0) for taken, wanted in zip(work, expected, strict=True)]
         stages_of = [self.plan.placement.stages_of(rank) for rank in range(self.plan.num_ranks)]
-        ratios = [statistics.mean(work[stage] for stage in stages) for stages in stages_of]
+        ratios = [statistics.mean(share[stage] for stage in stages) for stages in stages_of]
         usual = statistics.median_low(ratios)
         for rank, ratio in enumerate(ratios):
             if ratio > _SLOWER * usual:
-                slow = dict.fromkeys(stages_of[rank], usual / ratio)
                 words = f"rank {rank} is slower than its peers: it takes {ratio / usual:.2f} times as long for the same work"
-                yield words, self._scaled(slow)
-
-    def _stages(self) -> _Changes:
-        """The cut: stages that have more to do than others."""
-        work = _work(self.costs)
+                yield words, self._scaled(dict.fromkeys(stages_of[rank], usual / ratio))
+        # The cut: stages that have more to do than others.
         mean = statistics.mean(work)
         for stage, taken in enumerate(work):
             if taken > _SLOWER * mean:
@@ -97,14 +90,12 @@ class WhatIf:
                 yield words, self._scaled({stage: mean / taken})
         if max(work) > _SLOWER * mean:
             yield "the cut is uneven: all stages together, with the same work in each", self._scaled_evenly()
-
-    def _others(self) -> _Changes:
-        """Slow links, all messages, and microbatches of unequal length."""
+        # Slow links, all messages, and microbatches of unequal length.
         for link in self.costs.links:
             if link.latency > self.costs.latency:
                 others = tuple(other for other in self.costs.links if other != link)
-                usual, slow = time_text(self.costs.latency, "s"), time_text(link.latency, "s")
-                words = f"messages from rank {link.sender} to rank {link.receiver} take {slow} instead of {usual}"
+                slow, quick = time_text(link.latency, "s"), time_text(self.costs.latency, "s")
+                words = f"messages from rank {link.sender} to rank {link.receiver} take {slow} instead of {quick}"
                 yield words, replace(self.costs, links=others)
         yield "messages: if they cost nothing", _without_messages(self.costs)
         yield "microbatches of unequal length: if all were of the average length", self._even
