@@ -21,7 +21,7 @@ from penstock.plan.queues import QueueLayout
 def lower(
     plan: Plan,
     *,
-    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
+    receives: ReceivePolicy = Early(),
     shards: bool = False,
     max_unsharded: int = 3,
     reduce: bool = False,
@@ -62,12 +62,7 @@ class Care:
 
 
 @takes(PlanError)
-def lower_shares(
-    plan: Plan,
-    *,
-    receives: ReceivePolicy = Early(),  # noqa: B008  a frozen value
-    care: Care = Care(),  # noqa: B008  a frozen value
-) -> Plan:
+def lower_shares(plan: Plan, *, receives: ReceivePolicy = Early(), care: Care = Care()) -> Plan:
     """What `lower` gives; each rank's list is lowered when it is first asked for, from its own and its neighbours' actions.
 
     >>> from penstock.schedules import get_schedule

@@ -87,7 +87,7 @@ ReceivePolicy = Early | Ahead | JustInTime | InTurn
 
 
 @takes(PlanError)
-def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:  # noqa: B008  a frozen value
+def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:
     """The plan with its sends and receives.
 
     >>> from penstock.schedules import get_schedule

@@ -33,14 +33,10 @@ def unshard_reshard(codes: Sequence[int], max_unsharded: int = 3) -> list[int]:
         if code & OP not in COMPUTES:
             lowered.append(code)
             continue
-        for stage in sorted(active.difference(wanted)):
-            lowered.append(key_of(Op.RESHARD, stage))
-            active.remove(stage)
-        for stage in wanted:
-            if stage not in active:
-                lowered.append(key_of(Op.UNSHARD, stage))
-                active.add(stage)
+        lowered += [key_of(Op.RESHARD, stage) for stage in sorted(active.difference(wanted))]
+        lowered += [key_of(Op.UNSHARD, stage) for stage in wanted if stage not in active]
         lowered.append(code)
+        active = set(wanted)
     lowered += [key_of(Op.RESHARD, stage) for stage in sorted(active)]
     return lowered
 
