@@ -14,23 +14,11 @@ from os import PathLike
 
 from penstock.errors import ParseError, PlanError
 from penstock.misfits import takes
-from penstock.plan.actions import (
-    KEY,
-    MICROBATCH_SHIFT,
-    OP,
-    PEER_SHIFT,
-    AnyAction,
-    microbatch_of,
-    pack,
-    parse,
-    parts,
-    peer_of,
-    stage_of,
-    text,
-)
+from penstock.plan.actions import KEY, OP, AnyAction, microbatch_of, pack, parse, parts, peer_of, stage_of, text
 from penstock.plan.graph import StageGraph
 from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, OPS, TRAINING
 from penstock.plan.placement import Placement
+from penstock.plan.places import STEP
 from penstock.plan.plan import Plan
 from penstock.plan.reading import read_text, write_text
 
@@ -169,9 +157,9 @@ class Reader:
         digits = written[len(head) :]
         key = self.keys.get(head)
         if key is not None and 0 < len(digits) < 8:
-            return key | int(digits) << MICROBATCH_SHIFT
+            return key + int(digits) * STEP
         code = pack(parse(written))
-        if code & OP in COUNTED and text(code) == written and not code >> PEER_SHIFT:
+        if code & OP in COUNTED and text(code) == written and head[-1].isalpha():  # its number is no peer
             self.keys[head] = code & KEY
         return code
 

@@ -137,10 +137,8 @@ class Costs:
         """Raises PlanError if these are not the costs of a plan of this size."""
         if self.num_stages != num_stages:
             raise PlanError(f"costs for {self.num_stages} stages, a plan for {num_stages}; expected the same")
-        for what, given, wanted in (
-            ("microbatches", self.microbatches, num_microbatches),
-            ("ranks", self.ranks, num_ranks),
-        ):
+        sizes = {"microbatches": (self.microbatches, num_microbatches), "ranks": (self.ranks, num_ranks)}
+        for what, (given, wanted) in sizes.items():
             if given is not None and len(given) != wanted:
                 raise PlanError(f"costs with {len(given)} {what}, a plan with {wanted}; expected one number for each")
         for link in self.links:
