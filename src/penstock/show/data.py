@@ -94,19 +94,14 @@ class _Keys:
 
 
 def _row(bars: Iterable[Bar], keys: _Keys, at: Callable[[float], float]) -> dict[str, object]:
-    row = sorted((at(start), at(end), place, code) for place, (code, start, end) in enumerate(bars))
-    firsts = [parts(code)[0] for _, _, _, code in row]
-    pairs = {
-        place: [keys.number(split[1]), microbatch_of(split[1])]
-        for place, (_, _, _, code) in enumerate(row)
-        if len(split := parts(code)) == 2
-    }
+    row = sorted((at(start), at(end), place, parts(code)) for place, (code, start, end) in enumerate(bars))
+    seconds = {place: split[1] for place, (*_, split) in enumerate(row) if len(split) > 1}
     return {
-        "k": [keys.number(code) for code in firsts],
-        "m": [microbatch_of(code) for code in firsts],
-        "s": [start for start, _, _, _ in row],
-        "e": [end for _, end, _, _ in row],
-        "pair": pairs,
+        "k": [keys.number(split[0]) for *_, split in row],
+        "m": [microbatch_of(split[0]) for *_, split in row],
+        "s": [start for start, *_ in row],
+        "e": [end for _, end, *_ in row],
+        "pair": {place: [keys.number(code), microbatch_of(code)] for place, code in seconds.items()},
     }
 
 
