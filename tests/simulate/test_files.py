@@ -34,6 +34,11 @@ def test_what_is_written_is_read(costs: Costs, tmp_path: Path) -> None:
     assert load_costs(tmp_path / "costs.json") == costs
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(dumps_costs(PLAIN), encoding="utf-8-sig")
+    assert load_costs(tmp_path / "costs.json") == PLAIN
+
+
 def test_the_least_file() -> None:
     costs = loads_costs('{"forward": [1, 2], "backward_input": [1, 2], "backward_weight": [1, 2]}')
     assert costs == Costs.per_stage((1.0, 2.0), (1.0, 2.0), (1.0, 2.0))

@@ -153,13 +153,8 @@ class Profile:
     def dumps(self) -> str:
         """The profile as JSON text, one layer a line; `loads` is the inverse."""
         rows = ",\n".join("  " + json.dumps(_layer_to_json(layer)) for layer in self.layers)
-        head = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "metadata": dict(self.metadata),
-            "shared_parameters": dict(self.shared_parameters),
-            "crossing_bytes": None if self.crossing_bytes is None else list(self.crossing_bytes),
-        }
+        own = {"metadata": dict(self.metadata), "shared_parameters": dict(self.shared_parameters)}
+        head = {"format": _FORMAT, "version": _VERSION, **own, "crossing_bytes": self.crossing_bytes}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         return "\n".join(["{", *lines, ' "layers": [', rows, " ]", "}", ""])
 

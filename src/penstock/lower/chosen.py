@@ -45,9 +45,8 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
     for stage, microbatches in chosen.items():
         if stage not in range(plan.num_stages):
             raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
-        for microbatch in sorted(microbatches):
-            if microbatch not in every:
-                raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
+        for microbatch in sorted(microbatches.difference(every)):
+            raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
     for code in chain.from_iterable(plan.codes) if stages is not None else ():
         if code & OP in CHOICES and microbatch_of(code) in chosen.get(stage_of(code), ()):
             raise PlanError(f"the plan has {text(code)} already; expected one way to hold less of a microbatch")

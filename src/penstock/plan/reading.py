@@ -31,10 +31,11 @@ def write_text(path: str | PathLike[str], text: str, error: type[PenstockError])
         Path(path).write_text(text, encoding="utf-8")
 
 
-def read_text(
-    path: str | PathLike[str], error: type[PenstockError], *, limit: int, encoding: str = "utf-8", hint: str = ""
-) -> str:
-    """The text of a file of at most `limit` bytes; `hint` ends the error for a longer one, and may name its {size}."""
+def read_text(path: str | PathLike[str], error: type[PenstockError], *, limit: int, hint: str = "") -> str:
+    """The text of a file of at most `limit` bytes; `hint` ends the error for a longer one, and may name its {size}.
+
+    Some editors put a mark of the encoding before it, which is no part of the text.
+    """
     with _named(path, error, "read"), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a pipe it is not known
         data = file.read(limit + 1) if size <= limit else b""
@@ -42,6 +43,6 @@ def read_text(
     if size > limit:
         raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")
     try:
-        return data.decode(encoding)
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no text: {problem}") from None

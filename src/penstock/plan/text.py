@@ -57,7 +57,7 @@ def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> P
     read off the actions, as in `Plan.of`.
     """
     hint = ". If it is a plan, load(path, limit={size}) reads it, and takes about thirty times its size in memory"
-    string = read_text(path, ParseError, limit=limit, encoding="utf-8-sig", hint=hint)
+    string = read_text(path, ParseError, limit=limit, hint=hint)
     return loads(string, source=str(path), **known)
 
 
