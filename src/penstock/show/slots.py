@@ -48,18 +48,14 @@ def cut(timeline: Timeline) -> Grid:
     least one, and `Grid.exact` is False. Messages are no slots. An action that takes no time has no column when exact.
     """
     picture = Picture.of(timeline)
-    spans = [
-        [
-            Bar(code, start - picture.start, end - picture.start)
-            for code, start, end in row
-            if end > start or code & OP in COMPUTES  # the care of parameters has no column when it takes no time
-        ]
+    since = picture.start
+    spans = [  # the care of parameters has no column when it takes no time
+        [Bar(code, start - since, end - since) for code, start, end in row if end > start or code & OP in COMPUTES]
         for row in (*picture.ranks, *picture.copies)
     ]
-    unit = common = _common_unit(spans)
-    if unit is None:
-        durations = sorted(end - start for row in spans for _, start, end in row if end > start)
-        unit = max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0
+    durations = sorted(end - start for row in spans for _, start, end in row if end > start)
+    common = _common_unit(spans, durations[0]) if durations else None
+    unit = common or (max(durations[0], durations[len(durations) // 2] / 4) if durations else 1.0)
     slots = [tuple(_slots(row, unit, least=0 if common else 1)) for row in spans]
     ranks = len(picture.ranks)
     return Grid(unit, common is not None, tuple(slots[:ranks]), tuple(slots[ranks:]))
@@ -75,14 +71,10 @@ def _slots(spans: list[Bar], unit: float, *, least: int) -> Iterator[Cell]:
             yield Cell(column, free - column, code)
 
 
-def _common_unit(spans: list[list[Bar]]) -> float | None:
+def _common_unit(spans: list[list[Bar]], shortest: float) -> float | None:
     """The greatest common divisor of all starts and ends; None if it is much finer than the shortest action."""
-    times = {time for row in spans for _, start, end in row for time in (start, end)}
-    shortest = min((end - start for row in spans for _, start, end in row if end > start), default=0.0)
-    if not shortest:
-        return None
     slack, unit = shortest * 1e-6, shortest
-    for time in times:
+    for time in {time for row in spans for _, start, end in row for time in (start, end)}:
         unit = _divisor(unit, time, slack)
         if unit < shortest / _FINEST:
             return None
