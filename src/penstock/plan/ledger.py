@@ -30,10 +30,8 @@ def read(plan: Plan) -> Columns:
         if any(key & OP in CARES for key in keys):
             reduced |= check_tending(plan, rank)
     for stage in set(range(plan.num_stages)) - reduced if reduced else ():
-        raise IncompleteError(
-            f"rank {plan.placement.rank_of(stage)} lacks {stage}REDUCE_GRAD; "
-            "expected one for every stage, or none at all"
-        )
+        home = plan.placement.rank_of(stage)
+        raise IncompleteError(f"rank {home} lacks {stage}REDUCE_GRAD; expected one for every stage, or none at all")
     _compare_channels(plan, columns)
     return columns
 

@@ -117,13 +117,9 @@ class Reader:
         self.check(placement, homes)
         ends = {(stage_of(code), peer_of(code)) for code in self.seen if code & OP in _ACTIVATIONS}
         edges = [(min(both), max(both)) for both in ends]
-        return Plan(
-            placement,
-            self.graph or StageGraph.chain(placement.num_stages, edges),  # a chain, plus the skips of messages
-            self.num_microbatches or max(map(microbatch_of, self.seen), default=0) + 1,
-            codes,
-            self.name,
-        )
+        graph = self.graph or StageGraph.chain(placement.num_stages, edges)  # a chain, plus the skips of messages
+        num_microbatches = self.num_microbatches or max(map(microbatch_of, self.seen), default=0) + 1
+        return Plan(placement, graph, num_microbatches, codes, self.name)
 
     def where(self, row: int, column: int) -> str:
         return f"{self.source + ', ' if self.source else ''}row {row}, column {column}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -87,16 +87,13 @@ class Recipe:
         """The plan of compute actions for these sizes. `graph` is a chain unless the model has skip connections."""
         sizes = self.sizes(num_ranks, num_microbatches, stages_per_rank)
         chain = StageGraph.chain(sizes.num_stages)
-        told = f"{num_ranks} ranks, {sizes.stages_per_rank} stages each, {num_microbatches} microbatches"
+        graph = chain if graph is None else graph
         lists = Lists(num_ranks, partial(self.rank_actions, sizes))
-        return Plan(
-            self.place(sizes),
-            graph if graph is not None else chain,
-            num_microbatches,
-            lists if self.is_family else tuple(lists),
-            self.name,
-            Family(f"{self.name}: {told}") if self.is_family and graph in (None, chain) else None,
-        )
+        plan = Plan(self.place(sizes), graph, num_microbatches, lists, self.name)
+        if not self.is_family:
+            return plan.with_codes(lists)
+        told = f"{num_ranks} ranks, {sizes.stages_per_rank} stages each, {num_microbatches} microbatches"
+        return replace(plan, family=Family(f"{self.name}: {told}")) if graph == chain else plan
 
 
 _RECIPES: dict[str, Recipe] = {}

@@ -114,9 +114,8 @@ def _of_rank(job: SearchJob, ways: _Ways, rank: int) -> float:
     early = [item for s in stages for item in _within(returns - ways.before[s], forwards_of(s))]
     filling = max(begins, returns - _most(early, limit))
     since_back = min(ways.after[2 * half - 1 - stage] for stage in stages) - _most(weights, limit)
-    since_forward = min(ways.after[stage] for stage in stages) - min(
-        _most([*gradients, *weights], limit), sum(time for time, _ in gradients)
-    )
+    left = min(_most([*gradients, *weights], limit), sum(time for time, _ in gradients))
+    since_forward = min(ways.after[stage] for stage in stages) - left
     area = sum(ways.stay[cell] * held[cell] + ways.weight[cell] * kept[cell] for cell in cells)
     crowded = begins + area / limit if limit else 0.0
     if sum(memory for _, memory in forwards) > limit:
