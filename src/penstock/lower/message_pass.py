@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.errors import IncompleteError, PlanError
 from penstock.misfits import takes
@@ -156,8 +156,7 @@ class MessageLowering:
         return [latest[bisect_right(when, slot)] for slot in theirs.left]
 
 
-@dataclass(frozen=True)
-class _Channel:
+class _Channel(NamedTuple):
     """The messages from one rank to another, in the order of sending."""
 
     keys: tuple[int, ...]  # of the receives

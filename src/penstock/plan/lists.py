@@ -29,11 +29,8 @@ class Lists(Sequence[tuple[int, ...]]):
     @overload
     def __getitem__(self, rank: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, rank: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        if isinstance(rank, slice):
-            return tuple(self[each] for each in range(*rank.indices(self._num_ranks)))
-        if not -self._num_ranks <= rank < self._num_ranks:
-            raise IndexError(f"rank {rank} of {self._num_ranks}")
-        return self._made(rank % self._num_ranks)
+        asked = range(self._num_ranks)[rank]
+        return self._made(asked) if isinstance(asked, int) else tuple(map(self._made, asked))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
