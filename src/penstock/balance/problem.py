@@ -40,7 +40,8 @@ class Problem:
         # The stages of each rank, in order.
         self.rank_stages = [tuple(s for s, r in enumerate(ranks) if r == rank) for rank in range(self.num_ranks)]
         times = [
-            sum(map(Fraction, (one.forward, one.backward_input, one.backward_weight)), Fraction()) for one in layers
+            Fraction(layer.forward) + Fraction(layer.backward_input) + Fraction(layer.backward_weight)
+            for layer in layers
         ]
         wires = {
             bandwidth: [Fraction(0), *(Fraction(size / bandwidth) for size in profile.crossing), Fraction(0)]
