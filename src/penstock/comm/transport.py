@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.comm.decoding import read
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
-from penstock.comm.whereabouts import Whereabouts, table
+from penstock.comm.whereabouts import Whereabouts, aligned, table
 from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, TransportError
 from penstock.plan.queues import QueueLayout
 
@@ -353,7 +353,5 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, facts in enumerate(everyone):
         rows.setdefault(tuple(facts.get(name, "-") for name in names), []).append(rank)
-    table = [("rank", *names), *((", ".join(map(str, ranks)), *values) for values, ranks in rows.items())]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+    lines = aligned([("rank", *names), *((", ".join(map(str, ranks)), *values) for values, ranks in rows.items())])
     return "the ranks are about to run different things:\n  " + "\n  ".join(lines) + "\nGive every rank the same."

@@ -65,5 +65,10 @@ def table(found: Sequence[Whereabouts | None], *, num_ranks: int) -> str:
         known[rank].row() if rank in known else (str(rank), "-", "-", "-", "does not answer", "-")
         for rank in range(num_ranks)
     ]
+    return "\n".join(aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, in which each column is as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
