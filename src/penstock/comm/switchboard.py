@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from penstock.comm.beat import kernel
-from penstock.comm.decoding import loads, reading, texts
+from penstock.comm.decoding import loads, reading
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send
 from penstock.comm.transport import Store
@@ -123,9 +123,8 @@ class Switchboard:
     def _ask(self, peer: int, end: float) -> socket.socket | None:
         key = f"line/{self.rank}/{peer}/{self._rounds[peer]}"
         with reading("the door of a rank"):
-            place, secret = loads(self._store.get(key, max(0.0, end - time.monotonic())), list)
-            texts(place, secret)
-            bytes.fromhex(secret)
+            place, given = loads(self._store.get(key, max(0.0, end - time.monotonic())), tuple[str, str])
+            secret = bytes.fromhex(given)
         self._store.delete(key)
         if not place:
             return None
@@ -134,7 +133,7 @@ class Switchboard:
             sock.connect(place)
             if _user_of(sock) != os.getuid():
                 raise PermissionError(f"{place} is served by another user")
-            sock.send(_HELLO.pack(bytes.fromhex(secret), self.rank, self._rounds[peer]), socket.MSG_NOSIGNAL)
+            sock.send(_HELLO.pack(secret, self.rank, self._rounds[peer]), socket.MSG_NOSIGNAL)
         except OSError:
             sock.close()
             raise

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.comm.decoding import loads, reading, whole
+from penstock.comm.decoding import loads, reading
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import ShapeError, StageError
 from penstock.stage.boundary import SINGLE, Spec
@@ -61,8 +61,8 @@ class TensorLayout:
     @classmethod
     def from_json(cls, row: list[Any]) -> TensorLayout:
         shape, dtype, requires_grad, spread = row
-        whole(*shape)
-        if not isinstance(requires_grad, bool) or len(shape) > 64 or any(size < 0 for size in shape):
+        whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if not whole or len(shape) > 64 or not isinstance(requires_grad, bool):
             raise ValueError(f"{row!r:.80} describes no tensor")
         if math.prod(shape) >= 1 << 48:
             raise ValueError(f"a tensor of shape {shape!r:.80} is more than any memory holds")
@@ -143,7 +143,7 @@ def described(blob: bytes) -> tuple[tuple[TensorLayout | None, ...], object]:
     """The tensors of a cold message, by its own description, and its nest as it came. The tensors must be received before
     anything can go wrong with the nest (a class that is not known here), so that the messages behind it stay in step."""
     with reading("the description of a message"):
-        rows, nest = loads(blob, list)
+        rows, nest = loads(blob, tuple[list[Any], object])
         tensors = tuple(None if row is None else TensorLayout.from_json(row) for row in rows)
         if nest is not None and None in tensors:
             raise ValueError(f"{rows!r:.80} leaves out a tensor of a value")
