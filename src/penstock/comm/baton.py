@@ -48,15 +48,43 @@ class Baton:
         self._left = [False] * num_ranks
         self._errors: list[PenstockError | None] = [None] * num_ranks
         self._stopped: PenstockError | None = None
-        self.finished = threading.Event()
+        self._finished = threading.Event()
 
-    def start(self) -> None:
-        """Give rank 0 (or whoever the dice say) the first turn. The ranks' threads have called ``enter``, or will."""
-        self._pass_on(self.num_ranks - 1)
+    def run(self, function: Callable[[int], Result]) -> tuple[list[Result], dict[int, BaseException]]:
+        """Call ``function(rank)`` in a thread for each rank: what they return; and what they raise, by rank, the first first."""
+        ranks = range(self.num_ranks)
+        grad = torch.is_grad_enabled()  # the mode belongs to a thread: the ranks take over the caller's
+        results: dict[int, Result] = {}
+        raised: dict[int, BaseException] = {}
 
-    def enter(self, rank: int) -> None:
-        """Wait for this rank's first turn."""
-        self._gates[rank].acquire()
+        def live(rank: int) -> None:
+            self._gates[rank].acquire()  # until its first turn
+            try:
+                with torch.set_grad_enabled(grad):
+                    results[rank] = function(rank)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                raised[rank] = error
+            finally:
+                self._leave(rank)
+
+        context = contextvars.copy_context()
+        threads = [
+            threading.Thread(target=context.copy().run, args=(live, rank), name=f"rank {rank}", daemon=True)
+            for rank in ranks
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._pass_on(self.num_ranks - 1)  # rank 0 begins, or whoever the dice say
+            self._finished.wait()
+        except BaseException:
+            # Every rank raises at its next wait; those that wait now raise when their turn comes.
+            self._stopped = RunError("the run was interrupted")
+            raise
+        finally:
+            for thread in threads:
+                thread.join(timeout=_STRAGGLERS)
+        return [results[rank] for rank in ranks if rank in results], raised
 
     def wait(self, rank: int, waiting: Waiting) -> None:
         """Let others run until ``waiting.ready()``. Raises when that can never be."""
@@ -72,17 +100,13 @@ class Baton:
         if error is not None:
             raise error
 
-    def leave(self, rank: int) -> None:
+    def _leave(self, rank: int) -> None:
         """This rank's function is over; the others go on."""
         self._left[rank] = True
         if all(self._left):
-            self.finished.set()
+            self._finished.set()
         else:
             self._pass_on(rank)
-
-    def stop(self, error: PenstockError) -> None:
-        """Make every rank raise at its next wait; those that wait now raise when their turn comes."""
-        self._stopped = error
 
     def _pass_on(self, rank: int) -> None:
         able = self._able(rank)
@@ -104,14 +128,15 @@ class Baton:
         return waiting is None or (self._stopped or self._errors[rank]) is not None or waiting.ready()
 
     def _despair(self) -> None:
-        everyone = "; ".join(self._waits_for(rank) for rank in range(self.num_ranks))
+        everyone = "; ".join(
+            f"rank {rank} " + ("has left" if waiting is None else f"waits for {waiting.what}")
+            for rank, waiting in enumerate(self._waiting)
+        )
         for rank, waiting in enumerate(self._waiting):
-            if waiting is not None:
-                late = StepTimeout(f"every rank waits, and nothing is on its way: {everyone}")
-                gone = self._gone(rank)
-                self._errors[rank] = (
-                    late if gone is None else PeerFailed(gone, None, None, None, f"it has left; {everyone}")
-                )
+            if (gone := self._gone(rank)) is not None:
+                self._errors[rank] = PeerFailed(gone, None, None, None, f"it has left; {everyone}")
+            elif waiting is not None:
+                self._errors[rank] = StepTimeout(f"every rank waits, and nothing is on its way: {everyone}")
 
     def _gone(self, rank: int) -> int | None:
         """The rank that has left and that this one waits for, through others or directly."""
@@ -124,43 +149,3 @@ class Baton:
             waiting = self._waiting[current]
             current = None if waiting is None else waiting.peer
         return None
-
-    def _waits_for(self, rank: int) -> str:
-        waiting = self._waiting[rank]
-        return f"rank {rank} has left" if waiting is None else f"rank {rank} waits for {waiting.what}"
-
-
-def run_all(baton: Baton, function: Callable[[int], Result]) -> tuple[list[Result], dict[int, BaseException]]:
-    """Call ``function(rank)`` in a thread for each rank: what they return, and what they raise, by rank, the first one first."""
-    ranks = range(baton.num_ranks)
-    grad = torch.is_grad_enabled()  # the mode belongs to a thread: the ranks take over the caller's
-    results: dict[int, Result] = {}
-    raised: dict[int, BaseException] = {}
-
-    def live(rank: int) -> None:
-        baton.enter(rank)
-        try:
-            with torch.set_grad_enabled(grad):
-                results[rank] = function(rank)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
-            raised[rank] = error
-        finally:
-            baton.leave(rank)
-
-    context = contextvars.copy_context()
-    threads = [
-        threading.Thread(target=context.copy().run, args=(live, rank), name=f"rank {rank}", daemon=True)
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        baton.start()
-        baton.finished.wait()
-    except BaseException:
-        baton.stop(RunError("the run was interrupted"))
-        raise
-    finally:
-        for thread in threads:
-            thread.join(timeout=_STRAGGLERS)
-    return [results[rank] for rank in ranks if rank in results], raised

@@ -23,7 +23,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.comm.baton import Baton, Waiting, run_all
+from penstock.comm.baton import Baton, Waiting
 from penstock.comm.messages import Receive, Send, Work, kind_of
 from penstock.comm.transport import FailureRecord, Store, Transport
 from penstock.comm.whereabouts import table
@@ -235,7 +235,7 @@ class LocalWorld:
         """
         self._level()
         self.baton = Baton(self.num_ranks, self._let_go, seed=self.seed)
-        results, raised = run_all(self.baton, lambda rank: function(self.transports[rank], *args, **kwargs))
+        results, raised = self.baton.run(lambda rank: function(self.transports[rank], *args, **kwargs))
         self.errors = [raised.get(rank) for rank in range(self.num_ranks)]
         left_over, self._channels = self._left_over(), {}
         for rank, error in raised.items():
