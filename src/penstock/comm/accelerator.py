@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.comm.communicators import Communicator, Maker, Posted, all_at_once
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, new_gloo, place_in_store
+from penstock.comm.distributed import HOST_TAG, DistributedTransport, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
@@ -61,18 +62,16 @@ class AcceleratorTransport(DistributedTransport):
         self._control = Control(self)
         self.whole: Communicator | None = None  # the communicator of all ranks, where there is but one
 
-    def _in_host_memory(self, group: dist.ProcessGroup | None = None) -> Gloo:
+    def _in_host_memory(self, group: dist.ProcessGroup | None = None) -> Any:
         """A gloo of penstock's own, which all ranks make together, and anew after connections were broken."""
-        return new_gloo(PrefixStore(f"control/{self.generation}", self.place), self.rank, self.num_ranks, self.bound)
+        place = PrefixStore(f"control/{self.generation}", self.place)
+        return dist.ProcessGroupGloo(place, self.rank, self.num_ranks, self.bound)
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
-        def send(tensors: list[Tensor]) -> Work:
-            return self._gloo.send(tensors, peer, HOST_TAG)  # whichever gloo is there then: the call is kept
-
-        def receive(tensors: list[Tensor]) -> Work:
-            return self._gloo.recv(tensors, peer, HOST_TAG)
-
-        return send, receive
+        return (  # by whichever gloo is there then: the calls are kept
+            lambda tensors: self._gloo.send(tensors, peer, HOST_TAG),
+            lambda tensors: self._gloo.recv(tensors, peer, HOST_TAG),
+        )
 
     @property
     def control(self) -> Messages:
@@ -110,9 +109,8 @@ class AcceleratorTransport(DistributedTransport):
 
     def _communicators(self) -> list[Communicator]:
         """All that are there, each once."""
-        found = [] if self.whole is None else [self.whole]
-        found += (each for way in self._ways.values() for each in way.pair or ())
-        return list({id(each): each for each in found}.values())
+        found = [self.whole, *(each for way in self._ways.values() for each in way.pair or ())]
+        return [each for each in dict.fromkeys(found) if each is not None]
 
     def sender(self, peer: int) -> Send:
         return self._way(peer).send
@@ -146,7 +144,7 @@ class AcceleratorTransport(DistributedTransport):
             except PeerFailed as error:
                 self.break_connections(FailureRecord.of(error, self.rank))
         if self._torn is not None:
-            raise self._torn.error() if self._torn.rank != self.rank else self._unusable()
+            raise self._since_torn(self._torn)
 
     @contextmanager
     def _device_errors(self, action: str | None) -> Iterator[None]:

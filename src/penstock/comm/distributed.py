@@ -13,18 +13,17 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _get_process_group_name
 
 from penstock.comm.farewell import Farewell
 from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send, Work
-from penstock.comm.pulse import Pulse, address_towards, heartbeat
+from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import NOBODY, FailureRecord, Transport
@@ -37,16 +36,6 @@ _BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
-
-
-class Gloo(Protocol):
-    """What penstock asks of a gloo, which carries messages in host memory."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
-
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
 
 class DistributedTransport(Transport):
@@ -76,8 +65,7 @@ class DistributedTransport(Transport):
         if self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo):  # else nobody waits here
             self.kinds.meet(self.timeout)
         self._gloo = self._in_host_memory(group)
-        address = address_towards(_get_default_store())
-        self.pulse = Pulse(self.rank, self.store, patience=patience, address=address)
+        self.pulse = Pulse(self.rank, self.store, patience=patience, address=own_address())
         kinds, pulse = self.kinds, self.pulse
         self.store.silent = lambda: kinds.look() or pulse.look()
         self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
@@ -113,9 +101,9 @@ class DistributedTransport(Transport):
             transports[kind] = made(group, device=device)
         return transports[kind]
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> Gloo:
+    def _in_host_memory(self, group: dist.ProcessGroup) -> Any:
         """The gloo that carries messages in host memory."""
-        return gloo_of(group, self.place, self.bound)
+        return gloo_of(group, self.place)
 
     # -- messages
 
@@ -152,7 +140,7 @@ class DistributedTransport(Transport):
         if isinstance(error, PenstockError):
             return error
         if self._torn is not None:
-            return self._torn.error() if self._torn.rank != self.rank else self._unusable()
+            return self._since_torn(self._torn)
         text = str(error)
         timed_out = _ran_out(text)
         if not timed_out and not connection_lost(text):
@@ -185,11 +173,14 @@ class DistributedTransport(Transport):
     def lost(self) -> FailureRecord | None:
         return self._torn or self.pulse.ended()
 
-    def _unusable(self) -> TransportError:
-        assert self._torn is not None, "there is a reason"
-        whose = {self.rank: "this rank", NOBODY: "the store"}.get(self._torn.rank, f"rank {self._torn.rank}")
+    def _since_torn(self, reason: FailureRecord) -> PenstockError:
+        """Why a message of this step came to nothing: another rank has failed, or this one earlier."""
+        return self._unusable(reason) if reason.rank == self.rank else reason.error()
+
+    def _unusable(self, reason: FailureRecord) -> TransportError:
+        whose = {self.rank: "this rank", NOBODY: "the store"}.get(reason.rank, f"rank {reason.rank}")
         return TransportError(
-            f"rank {self.rank}: the connections of this process group are closed since {whose} failed: {self._torn.cause}. "
+            f"rank {self.rank}: the connections of this process group are closed since {whose} failed: {reason.cause}. "
             "Start the job again, from a checkpoint if there is one; if all processes live, make a new process group"
         )
 
@@ -228,7 +219,7 @@ class DistributedTransport(Transport):
         if self._torn is not None:
             self.epoch += 1
             self._post(self._torn)  # for ranks whose own connections were not touched
-            raise self._unusable()
+            raise self._unusable(self._torn)
         super().begin_step()
         self._in_step = True
         self._switchboard.begin(self.epoch)
@@ -252,7 +243,7 @@ class DistributedTransport(Transport):
             return
         self._torn, self._broken = self._torn or record, True
         self._switchboard.close()
-        end_waits(self._gloo, self.rank, self.num_ranks)
+        end_waits(self._gloo)
 
     def give_up(self, cause: str) -> None:
         if self._torn is None:
@@ -332,22 +323,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object:
     return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend into another
 
 
-def gloo_of(group: dist.ProcessGroup, place: Store, bound: timedelta | None = None) -> Gloo:
-    """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it.
+def gloo_of(group: dist.ProcessGroup, place: Store) -> Any:
+    """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it. Its stubs lack the calls.
 
     Others may keep messages to different ranks in one order, and have no way to end a wait.
     """
     found = backend_of(group, torch.device("cpu"))
     if isinstance(found, dist.ProcessGroupGloo):
-        gloo: Gloo = found  # type: ignore[assignment]  # its stubs lack the calls
-        return gloo
-    return new_gloo(PrefixStore("control", place), group.rank(), group.size(), bound or timeout_of(found))
-
-
-def new_gloo(place: Store, rank: int, num_ranks: int, bound: timedelta) -> Gloo:
-    """One of penstock's own between the ranks of a group."""
-    made: Gloo = dist.ProcessGroupGloo(place, rank, num_ranks, bound)  # type: ignore[assignment]  # as above
-    return made
+        return found
+    return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), timeout_of(found))
 
 
 def timeout_of(backend: object) -> timedelta:
@@ -370,11 +354,11 @@ def place_in_store(folder: str) -> PrefixStore:
     return PrefixStore(folder, _get_default_store())
 
 
-def end_waits(gloo: Gloo, rank: int, num_ranks: int) -> None:
+def end_waits(gloo: Any) -> None:
     """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
-    for peer in range(num_ranks):  # one that is closed already lets nothing run out
+    for peer in range(gloo.size()):  # one that is closed already lets nothing run out
         try:
-            if peer != rank:
+            if peer != gloo.rank():
                 gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if _ran_out(str(error)):

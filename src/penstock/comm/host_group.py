@@ -18,10 +18,9 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm.distributed import connection_lost, end_waits, folder_of_group, gloo_of, place_in_store
-from penstock.comm.pulse import Pulse, address_towards, heartbeat
+from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned
 from penstock.comm.transport import FailureRecord
 from penstock.errors import PenstockError, ReplicaFailed, TransportError
@@ -39,7 +38,7 @@ class HostGroup:
         self._rank = group.rank()
         patience = heartbeat()
         self._store = DistributedStore(cloned(place), group.rank(), group.size(), bound=patience)
-        self._pulse = Pulse(group.rank(), self._store, patience=patience, address=address_towards(_get_default_store()))
+        self._pulse = Pulse(group.rank(), self._store, patience=patience, address=own_address())
         self._others = {*range(group.size())} - {group.rank()}
         self._steps = 0  # that are on: stages of one process may share the group
         self._lost: FailureRecord | None = None
@@ -87,7 +86,7 @@ class HostGroup:
                 time.sleep(0.05)
             self._lost = gone
             # For those who wait for this process and have no connection to the other.
-            end_waits(self._gloo, self._rank, len(self._ranks))
+            end_waits(self._gloo)
         return None if self._lost is None or self._lost.rank == self._rank else self._failure("")
 
     def give_up(self, cause: str) -> None:
@@ -96,7 +95,7 @@ class HostGroup:
             self._lost = FailureRecord(self._rank, cause=f"its pipeline cannot go on: {cause}")
             with suppress(TransportError):
                 self._store.set(f"gone/{self._rank}", self._lost.encode())
-            end_waits(self._gloo, self._rank, len(self._ranks))
+            end_waits(self._gloo)
 
     def _gone(self) -> FailureRecord | None:
         """Whose process has ended, or who has given up."""
@@ -133,7 +132,7 @@ class HostGroup:
         silent = self._pulse.look()
         if silent is not None and self._lost is None and self._steps:
             self._lost = silent
-            end_waits(self._gloo, self._rank, len(self._ranks))
+            end_waits(self._gloo)
 
 
 def blamed(ended: FailureRecord | None, posted: Mapping[int, FailureRecord]) -> FailureRecord | None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm import beat
 from penstock.comm.decoding import loads, read, reading
@@ -63,6 +63,7 @@ class Pulse:
 
     def __init__(self, rank: int, store: Store, *, patience: float, address: str | None) -> None:
         self.rank, self.patience = rank, patience
+        self.tick = min(_TICK, patience / 10) if patience else _TICK  # seconds between looks
         self._store, self._address = store, address
         self._near: dict[int, tuple[int, str]] = {}  # peers on this host: process, and when it was started
         self._far: dict[int, tuple[str, int, str]] = {}  # peers elsewhere: address, port and key
@@ -76,11 +77,6 @@ class Pulse:
         self._end_heart: Callable[[], object] = lambda: None
         self._lifelines: Lifelines | None = None  # to peers elsewhere that were noticed
         store.set(f"process/{rank}", this_process())
-
-    @property
-    def tick(self) -> float:
-        """Seconds between two looks: several in a heartbeat."""
-        return min(_TICK, self.patience / 10) if self.patience else _TICK
 
     def watch(self, peers: Iterable[int]) -> None:
         """Look after these peers from now on, as they do after this rank, as far as they have said which process they are."""
@@ -178,9 +174,9 @@ class Pulse:
             self._since.pop((peer, _STOPPED), None)
 
 
-def address_towards(store: c10d.Store) -> str | None:
-    """The address of this host that ranks on other hosts can reach: the one that it reaches the store by."""
-    inner = innermost(store)
+def own_address() -> str | None:
+    """The address of this host that ranks on other hosts can reach: the one that it reaches the job's store by."""
+    inner = innermost(_get_default_store())
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
