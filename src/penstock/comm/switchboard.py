@@ -22,8 +22,8 @@ import struct
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 from penstock.comm.beat import kernel
 from penstock.comm.decoding import loads, reading
@@ -74,19 +74,21 @@ class Switchboard:
         found: dict[int, socket.socket | None] = {}  # None: one of the two has nowhere to listen, so the backend stays
         end = time.monotonic() + _PATIENCE
         try:
-            with self._listening([peer for peer in missing if peer < self.rank]) as door:
+            with _Door({peer: self._rounds[peer] for peer in missing if peer < self.rank}) as door:
+                with suppress(PenstockError):
+                    for peer in door.callers:  # let them know where to knock
+                        key = f"line/{peer}/{self.rank}/{self._rounds[peer]}"
+                        self._store.set(key, json.dumps([door.place, door.secret.hex()]).encode())
                 for peer in missing:
                     if peer > self.rank:
                         with suppress(PenstockError, OSError):
                             found[peer] = self._ask(peer, end)
                 door.answer(found, end)
         finally:
-            for peer in missing:
-                if (
-                    peer not in found
-                ):  # or Ctrl-C came: the other end may have its socket, so the next message must fail
-                    self._lines[peer].attach(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                    self._lines[peer].close()
+            for peer in {*missing} - {*found}:
+                # Or Ctrl-C came. The other end may have its socket, so the next message must fail.
+                self._lines[peer].attach(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                self._lines[peer].close()
             for peer, sock in found.items():
                 if sock is not None:
                     self._lines[peer].attach(sock)
@@ -107,18 +109,7 @@ class Switchboard:
 
     def close(self) -> None:
         """End all sockets."""
-        for line in self._lines.values():
-            line.close()
-
-    @contextmanager
-    def _listening(self, callers: list[int]) -> Iterator[_Door]:
-        """Let these peers know where to knock."""
-        with _Door({peer: self._rounds[peer] for peer in callers}) as door:
-            with suppress(PenstockError):
-                for peer in callers:
-                    key = f"line/{peer}/{self.rank}/{self._rounds[peer]}"
-                    self._store.set(key, json.dumps([door.place, door.secret.hex()]).encode())
-            yield door
+        _close_all(self._lines)
 
     def _ask(self, peer: int, end: float) -> socket.socket | None:
         key = f"line/{self.rank}/{peer}/{self._rounds[peer]}"
@@ -144,13 +135,13 @@ class _Door:
     """A place where only this user's processes can knock, for as long as the block lasts."""
 
     def __init__(self, callers: Mapping[int, int]) -> None:
-        self._callers = dict(callers)  # by rank: its round
+        self.callers = dict(callers)  # by rank: its round
         self._folder = self.place = ""  # "": nobody comes, or there is nowhere to listen
         self.secret = secrets.token_bytes(32)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def __enter__(self) -> _Door:
-        if self._callers:
+        if self.callers:
             with suppress(OSError):
                 self._folder = tempfile.mkdtemp(prefix="penstock-", dir=_short_folder())  # for its owner alone
                 self._listener.bind(f"{self._folder}/line")
@@ -167,12 +158,12 @@ class _Door:
     def answer(self, found: dict[int, socket.socket | None], end: float) -> None:
         """Let the callers in, each as it comes, until all are here or the time is over. Nobody is waited for alone."""
         if not self.place:
-            found.update(dict.fromkeys(self._callers))
+            found.update(dict.fromkeys(self.callers))
             return
         with selectors.DefaultSelector() as doorway:
             doorway.register(self._listener, selectors.EVENT_READ)
             try:
-                while self._callers and time.monotonic() < end:
+                while self.callers and time.monotonic() < end:
                     for key, _ in doorway.select(max(0.0, end - time.monotonic())):
                         if key.fileobj is self._listener:
                             with suppress(OSError):
@@ -192,7 +183,7 @@ class _Door:
         if rank is None:
             sock.close()
         else:
-            del self._callers[rank]
+            del self.callers[rank]
             found[rank] = sock
 
     def _who(self, sock: socket.socket) -> int | None:
@@ -203,18 +194,18 @@ class _Door:
         except (OSError, struct.error):
             return None
         known = user == os.getuid() and secrets.compare_digest(secret, self.secret)
-        return rank if known and self._callers.get(rank) == number else None
+        return rank if known and self.callers.get(rank) == number else None
+
+
+def _close_all(lines: Mapping[int, Line]) -> None:
+    for line in lines.values():
+        line.close()
 
 
 def _user_of(sock: socket.socket) -> int:
     """The user whose process is at the other end, as the kernel knows it."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1])
-
-
-def _close_all(lines: dict[int, Line]) -> None:
-    for line in lines.values():
-        line.close()
 
 
 def _short_folder() -> str:
