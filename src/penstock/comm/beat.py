@@ -46,21 +46,24 @@ def sign(key: bytes, pulse: bytes) -> bytes:
     return hashlib.blake2b(pulse, key=key, digest_size=MAC).digest()
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Of the socket that reaches an address; a host need not have the other kind."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     process, seconds = os.getppid(), float(task["seconds"])
-    families = socket.AF_INET, socket.AF_INET6
-    with socket.socket(families[0], socket.SOCK_DGRAM) as four, socket.socket(families[1], socket.SOCK_DGRAM) as six:
-        while os.getppid() == process:
-            pulse = PULSE.pack(task["rank"], time.monotonic_ns(), state_of(process)[0].encode() or b"-")
-            for address, port, key in task["peers"]:
-                try:
-                    sock = six if ":" in address else four
-                    sock.sendto(pulse + sign(bytes.fromhex(key), pulse), socket.MSG_DONTWAIT, (address, port))
-                except OSError:
-                    continue  # the network is gone, and the silence says so
-            if select.select([sys.stdin], [], [], seconds)[0]:
-                return
+    socks = {address: socket.socket(family_of(address), socket.SOCK_DGRAM) for address, _, _ in task["peers"]}
+    while os.getppid() == process:
+        pulse = PULSE.pack(task["rank"], time.monotonic_ns(), state_of(process)[0].encode() or b"-")
+        for address, port, key in task["peers"]:
+            try:
+                socks[address].sendto(pulse + sign(bytes.fromhex(key), pulse), socket.MSG_DONTWAIT, (address, port))
+            except OSError:
+                continue  # the network is gone, and the silence says so
+        if select.select([sys.stdin], [], [], seconds)[0]:
+            return
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from penstock.comm.beat import MAC, sign
+from penstock.comm.beat import MAC, family_of, sign
 from penstock.comm.decoding import loads, reading
 from penstock.comm.store import keep_alive
 from penstock.comm.transport import NOBODY, Store
@@ -100,12 +100,13 @@ class Lifelines:
             hello = _HELLO.pack(self._rank)
             hello += sign(bytes.fromhex(key), hello)
         with suppress(OSError):
-            end = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            end = socket.socket(family_of(address))
             self._lines[peer] = _Line(end, hello, doubted)
             self._kept_alive(end).connect_ex((address, port))
 
     def _look(self, peer: int, line: _Line) -> None:
         """Find out whether a line is there; one that is not is made anew once, and then given up."""
+        cause = "its process has ended"
         try:
             if line.hello and select.select([], [line.end], [], 0)[1]:
                 line.end.send(line.hello)  # raises if there is no connection
@@ -115,13 +116,11 @@ class Lifelines:
                     continue
             elif line.doubted is None or time.monotonic() < line.doubted[0] + _SECONDS:
                 return
-            cause = "its process has ended"
         except BlockingIOError:
             return
         except OSError as error:
-            cause = (
-                "its process has ended" if isinstance(error, ConnectionError) else f"its host is out of reach: {error}"
-            )
+            if not isinstance(error, ConnectionError):
+                cause = f"its host is out of reach: {error}"
         line.end.close()
         del self._lines[peer]
         if line.doubted is None and not line.hello:  # it was there
@@ -171,7 +170,7 @@ def listening(address: str | None, kind: socket.SocketKind) -> socket.socket | N
     """A socket that others can reach at this address; None if there is none."""
     if address is None:
         return None
-    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
+    made = socket.socket(family_of(address), kind)
     try:
         made.bind((address, 0))
         if kind == socket.SOCK_STREAM:
