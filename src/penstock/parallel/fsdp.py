@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -167,7 +168,7 @@ class FullyShardAdapter(Adapter):
         for parameter in group.fsdp_params:
             full = parameter._unsharded_param
             if full.requires_grad:
-                hook = full.register_post_accumulate_grad_hook(_mover(parameter))
+                hook = full.register_post_accumulate_grad_hook(partial(_move, parameter))
                 self._flags.callback(hook.remove)
 
     def _interrupted(self) -> bool:
@@ -210,14 +211,10 @@ def _upcasts(group: FSDPParamGroup) -> bool:
     return any(p.reduce_dtype not in (None, p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
 
 
-def _mover(parameter: FSDPParam) -> object:
-    """Moves a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
-
-    def move(_: object) -> None:
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
-
-    return move
+def _move(parameter: FSDPParam, _: object) -> None:
+    """Move a fresh gradient to the sum in the dtype of the reduction, as FSDP2 does after a full backward."""
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
 
 
 def _free(group: FSDPParamGroup) -> None:
