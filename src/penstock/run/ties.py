@@ -242,12 +242,9 @@ def _sum(grads: Sequence[Tensor]) -> Tensor | None:
 
 def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
     """What the modules of hand-made stages say themselves, in an attribute `ties`, as those of `split_modules` do."""
-    found: dict[Holders, None] = {}
-    for stage in stages:
-        said = getattr(unwrap(stage.submod), "ties", ())
-        if isinstance(said, tuple):
-            found |= dict.fromkeys(tuple(tie.holders) for tie in said if hasattr(tie, "holders"))
-    return list(found)
+    said = [getattr(unwrap(stage.submod), "ties", ()) for stage in stages]
+    ties = [tie for each in said if isinstance(each, tuple) for tie in each if hasattr(tie, "holders")]
+    return list(dict.fromkeys(tuple(tie.holders) for tie in ties))
 
 
 def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
