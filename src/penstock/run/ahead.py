@@ -65,7 +65,7 @@ class DressRehearsal:
             probe_processor()
         for index in sorted(self.program.runs):
             self.rehearse(self.program.runs[index])
-        self.flush()
+        self.program.finish()
         self.due = False
         calls, self.calls, self.layouts = self.calls, [], {}
         if calls:
@@ -88,7 +88,7 @@ class DressRehearsal:
                 while inboxes:
                     self.hear(self.program.channels[peer])
         with suppress(RuntimeError, PenstockError):
-            self.flush()
+            self.program.finish()
         self.calls, self.layouts = [], {}
 
     def rehearse(self, run: StageRun) -> None:
@@ -155,10 +155,6 @@ class DressRehearsal:
             tensors, nest = described(hear_description(channel))
             with suppress(PenstockError):
                 self.layouts[inbox.producer] = Layout.decode(tensors, nest)
-
-    def flush(self) -> None:
-        for channel in self.program.channels.values():
-            channel.flush()
 
 
 def hear_description(channel: Channel) -> bytes:
