@@ -121,10 +121,9 @@ def all_at_once(acts: Sequence[Callable[[], object]], bound: float) -> None:
             act()
 
     threads = [threading.Thread(target=quietly, args=(act,), name="penstock end", daemon=True) for act in acts]
-    end, started = time.monotonic() + bound, []
+    end = time.monotonic() + bound
     with suppress(RuntimeError):  # while the interpreter ends it starts none, and all end with it
         for thread in threads:
             thread.start()
-            started.append(thread)
-    for thread in started:
+    for thread in filter(threading.Thread.is_alive, threads):
         thread.join(max(0.0, end - time.monotonic()))
