@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -43,10 +43,10 @@ What it raises is raised by the send. True holds the message back for as long as
 class LocalWork:
     """A send or a receive between two threads."""
 
-    __slots__ = ("_error", "_peer", "_transport", "done", "what")
+    __slots__ = ("_channel", "_error", "_peer", "_transport", "done", "what")
 
-    def __init__(self, transport: LocalTransport, peer: int, what: str) -> None:
-        self._transport, self._peer, self.what = transport, peer, what
+    def __init__(self, transport: LocalTransport, channel: _LocalChannel, peer: int, what: str) -> None:
+        self._transport, self._channel, self._peer, self.what = transport, channel, peer, what
         self._error: PenstockError | None = None
         self.done = False
 
@@ -59,7 +59,7 @@ class LocalWork:
             try:
                 self._transport.wait_until(lambda: self.done, peer=self._peer, what=self.what)
             except PenstockError:
-                self._transport.withdraw(self, self._peer)
+                self._channel.withdraw(self)
                 raise
         if self._error is not None:
             raise self._error
@@ -77,6 +77,7 @@ class _LocalChannel:
         self.held: set[LocalWork] = set()
 
     def withdraw(self, work: LocalWork) -> None:
+        """Forget a message that will never arrive, so that nothing later can meet it."""
         self.sends = deque(send for send in self.sends if send[1] is not work)
         self.receives = deque(receive for receive in self.receives if receive[1] is not work)
 
@@ -164,11 +165,6 @@ class LocalTransport(Transport):
             everyone = [transport.where() for transport in self._world.transports]
             raise StepTimeout(f"{late}\n{table(everyone, num_ranks=self.num_ranks)}") from late
 
-    def withdraw(self, work: LocalWork, peer: int) -> None:
-        """Forget a message that will never arrive, so that nothing later can meet it."""
-        for pair in ((self.rank, peer), (peer, self.rank)):
-            self._world.channel(*pair).withdraw(work)
-
     def begin_step(self) -> int:
         super().begin_step()
         self._watching = True
@@ -178,11 +174,10 @@ class LocalTransport(Transport):
     def end_step(self, *, fine: bool = True) -> None:
         self._watching = False
 
-    def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
-        epoch = self.epoch if epoch is None else epoch
-        posted = super().report_failure(record, epoch=epoch)
+    def report_failure(self, record: FailureRecord) -> FailureRecord:
+        posted = super().report_failure(record)
         for other in self._world.transports:
-            if other._watching and other.epoch == epoch and other.rank != posted.rank:
+            if other._watching and other.epoch == self.epoch and other.rank != posted.rank:
                 other.failed = posted
         return posted
 
@@ -221,7 +216,7 @@ class LocalWorld:
         self.transports = [LocalTransport(self, rank) for rank in range(num_ranks)]
         self.errors: list[BaseException | None] = [None] * num_ranks
         self.baton = Baton(num_ranks, self._let_go, seed=seed)
-        self._channels: dict[tuple[int, int], _LocalChannel] = {}
+        self._channels: defaultdict[tuple[int, int], _LocalChannel] = defaultdict(_LocalChannel)
 
     def run(
         self,
@@ -237,7 +232,8 @@ class LocalWorld:
         self.baton = Baton(self.num_ranks, self._let_go, seed=self.seed)
         results, raised = self.baton.run(lambda rank: function(self.transports[rank], *args, **kwargs))
         self.errors = [raised.get(rank) for rank in range(self.num_ranks)]
-        left_over, self._channels = self._left_over(), {}
+        left_over = self._left_over()
+        self._channels.clear()
         for rank, error in raised.items():
             error.add_note(f"raised on rank {rank} of {self.num_ranks} (ranks as threads)")
             raise error
@@ -246,11 +242,11 @@ class LocalWorld:
         return results
 
     def post_send(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
-        tensor, channel = _only(tensors), self.channel(transport.rank, peer)
+        tensor, channel = _only(tensors), self._channels[transport.rank, peer]
         number = channel.sends_posted
         hold = self.on_message is not None and self.on_message(transport.rank, peer, number)
         channel.sends_posted += 1
-        work = LocalWork(transport, peer, f"rank {peer} to receive message {number}")
+        work = LocalWork(transport, channel, peer, f"rank {peer} to receive message {number}")
         if hold:
             channel.held.add(work)
         if not self.rendezvous and (hold or not channel.receives):
@@ -261,8 +257,8 @@ class LocalWorld:
         return work
 
     def post_receive(self, transport: LocalTransport, peer: int, tensors: list[Tensor], /) -> LocalWork:
-        buffer, channel = _only(tensors), self.channel(peer, transport.rank)
-        work = LocalWork(transport, peer, f"message {channel.receives_posted} from rank {peer}")
+        buffer, channel = _only(tensors), self._channels[peer, transport.rank]
+        work = LocalWork(transport, channel, peer, f"message {channel.receives_posted} from rank {peer}")
         channel.receives_posted += 1
         channel.receives.append((buffer, work))
         channel.match()
@@ -274,9 +270,6 @@ class LocalWorld:
         meetings = max(transport.meetings for transport in self.transports)
         for transport in self.transports:
             transport.epoch, transport.meetings = epoch, meetings
-
-    def channel(self, source: int, destination: int) -> _LocalChannel:
-        return self._channels.setdefault((source, destination), _LocalChannel())
 
     def _let_go(self) -> bool:
         """Let the messages that were held back arrive, because nobody can go on without them."""

@@ -153,14 +153,18 @@ class Transport(Messages):
     @contextmanager
     def called(self, what: str) -> Iterator[None]:
         """Around a public call that changes or reads what is trained, before it does: other threads and hooks are refused."""
-        if not self._calls.acquire(blocking=False):
-            raise self._refusal(what)
+        held = self._calls.acquire(blocking=False)
         try:
-            if self._busy:
-                raise self._refusal(what)
+            if not held or self._busy:
+                raise RunError(
+                    f"rank {self.rank}: {what} while another thread of this process, or a hook in a step, is in one; the "
+                    "ranks of a pipeline do one thing after another. Nothing was changed. Call it from one thread, or hold a "
+                    "lock of your own around it"
+                )
             yield
         finally:
-            self._calls.release()
+            if held:
+                self._calls.release()
 
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
@@ -171,13 +175,6 @@ class Transport(Messages):
                 yield
             finally:
                 self._busy = False
-
-    def _refusal(self, what: str) -> RunError:
-        return RunError(
-            f"rank {self.rank}: {what} while another thread of this process, or a hook in a step, is in one; the ranks of "
-            "a pipeline do one thing after another. Nothing was changed. Call it from one thread, or hold a lock "
-            "of your own around it"
-        )
 
     def begin_step(self) -> int:
         """Begin the next epoch: from here on ``failed`` tells of other ranks' failures in it."""
@@ -191,12 +188,11 @@ class Transport(Messages):
     def end_step(self, *, fine: bool = True) -> None:
         """End the epoch, however the step ended; ``fine`` says whether it went well, which all ranks say alike."""
 
-    def report_failure(self, record: FailureRecord, *, epoch: int | None = None) -> FailureRecord:
-        """Post a failure of this rank in the epoch. The first one stands, and comes back."""
-        epoch = self.epoch if epoch is None else epoch
-        if epoch not in self._posted:
-            self._posted.append(epoch)
-        return FailureRecord.decode(self.store.first(failure_key(epoch), record.encode()))
+    def report_failure(self, record: FailureRecord) -> FailureRecord:
+        """Post a failure of this rank in this epoch. The first one stands, and comes back."""
+        if self.epoch not in self._posted:
+            self._posted.append(self.epoch)
+        return FailureRecord.decode(self.store.first(failure_key(self.epoch), record.encode()))
 
     def failure(self) -> FailureRecord | None:
         """The failure that was posted for this epoch, asked of the store now."""
@@ -348,8 +344,8 @@ def meeting_folder(meeting: int) -> str:
 
 def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
     """A table: a row for each set of ranks that agree, a column for each fact that differs."""
-    names = list(dict.fromkeys(name for facts in everyone for name in facts))
-    names = [name for name in names if len({facts.get(name) for facts in everyone}) > 1]
+    known = dict.fromkeys(name for facts in everyone for name in facts)
+    names = [name for name in known if len({facts.get(name) for facts in everyone}) > 1]
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, facts in enumerate(everyone):
         rows.setdefault(tuple(facts.get(name, "-") for name in names), []).append(rank)
