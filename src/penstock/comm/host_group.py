@@ -65,7 +65,7 @@ class HostGroup:
     def begin(self) -> None:
         """A step begins in which the processes wait for one another."""
         if self._lost is not None and self._lost.rank != self._rank:
-            raise self._failure(" before this step. Start the job again, from a checkpoint if there is one")
+            raise self._failure(self._lost, " before this step. Start the job again, from a checkpoint if there is one")
         self._steps += 1
         if self._watcher is None and self._pulse.patience and self._others:
             self._watcher = threading.Thread(
@@ -87,7 +87,7 @@ class HostGroup:
             self._lost = gone
             # For those who wait for this process and have no connection to the other.
             end_waits(self._gloo)
-        return None if self._lost is None or self._lost.rank == self._rank else self._failure("")
+        return None if self._lost is None or self._lost.rank == self._rank else self._failure(self._lost)
 
     def give_up(self, cause: str) -> None:
         """This process will never come to a meeting again: tell the others, and do not let them wait."""
@@ -118,11 +118,10 @@ class HostGroup:
         """Ranks in the group as those of the job."""
         return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self._ranks[rank]) for rank in ranks)
 
-    def _failure(self, when: str) -> ReplicaFailed:
-        assert self._lost is not None, "somebody is lost"
+    def _failure(self, lost: FailureRecord, when: str = "") -> ReplicaFailed:
         return ReplicaFailed(
-            f"{self.names([self._lost.rank])} of the job, which holds the same stage in another data-parallel replica, failed"
-            f"{when}: {self._lost.cause}"
+            f"{self.names([lost.rank])} of the job, which holds the same stage in another data-parallel replica, failed"
+            f"{when}: {lost.cause}"
         )
 
     def _look(self) -> None:
