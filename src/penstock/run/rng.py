@@ -28,9 +28,8 @@ def microbatch_rng(
     """
     text = f"penstock {seed} {stage} {microbatch} {step}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-    if device is None and torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-    devices = accelerators(device or torch.device("cpu"), ())  # an accelerator that nobody uses stays closed
+    device = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    devices = accelerators(device, ())  # an accelerator that nobody uses stays closed
     before = RandomState(devices)
     try:
         # What is seeded is what is put back: torch.manual_seed would seed the other devices as well.
