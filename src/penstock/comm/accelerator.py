@@ -109,8 +109,9 @@ class AcceleratorTransport(DistributedTransport):
 
     def _communicators(self) -> list[Communicator]:
         """All that are there, each once."""
-        found = [self.whole, *(each for way in self._ways.values() for each in way.pair or ())]
-        return [each for each in dict.fromkeys(found) if each is not None]
+        found = [] if self.whole is None else [self.whole]
+        found += (each for way in self._ways.values() for each in way.pair or ())
+        return list({id(each): each for each in found}.values())
 
     def sender(self, peer: int) -> Send:
         return self._way(peer).send
