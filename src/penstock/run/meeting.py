@@ -38,6 +38,7 @@ def transport_of(group: Group, device: torch.device, stage: PipelineStage | None
         assert not isinstance(group, RankGroup), "what has ranks of its own is a transport"
         return DistributedTransport.of(group, device=device)
     alone = LocalWorld(1).transports[0]
+    alone.device = device  # by which its actions are timed, and its memory is counted
     return alone if stage is None else _ALONE.setdefault(stage, alone)
 
 
