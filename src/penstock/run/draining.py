@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from penstock.errors import OutOfMemory, PenstockError
-from penstock.plan import Action, AnyAction, Op
+from penstock.plan import AnyAction, Op
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.program import Program, parts_of
 
@@ -23,10 +23,11 @@ def drain(program: Program, at: int) -> None:
     program.abandon()
     for channel in program.channels.values():
         channel.drains = True
-    for action in program.actions[at:]:
-        for part in parts_of(action):
-            if part.op.is_message:
-                _drain_one(program, part)
+    for part in (part for action in program.actions[at:] for part in parts_of(action) if part.op.is_message):
+        box = program.message_box(part)
+        if box.channel is not None and not box.channel.lost and part.microbatch is not None:
+            drains = box.drain_send if part.op.row.sends else box.drain_receive
+            _try(box.channel, partial(drains, part.microbatch))
     meet_replicas(program, program.actions[at:])
     for each in program.channels.values():
         while each.incoming and not each.lost:
@@ -51,13 +52,6 @@ def meet_replicas(program: Program, rest: Sequence[AnyAction]) -> None:
                 adapter.unshard()
             elif part.op is Op.RESHARD and adapter.sharded:
                 adapter.reshard()
-
-
-def _drain_one(program: Program, action: Action) -> None:
-    box = program.message_box(action)
-    channel, microbatch = box.channel, action.microbatch
-    if channel is not None and not channel.lost and microbatch is not None:
-        _try(channel, partial(box.drain_send if action.op.row.sends else box.drain_receive, microbatch))
 
 
 def _try(channel: Channel, do: Callable[[], object]) -> None:
