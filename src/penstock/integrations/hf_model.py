@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -176,14 +175,16 @@ def as_the_model_names_them(source: weight_files.Source, model: nn.Module) -> we
     names = set(model.state_dict())
     if names <= set(given) or not hasattr(model, "base_model_prefix"):
         return source
-    return NamedWeights(_converted(given, model))
+    makers = _converted(given, model)
+    return weight_files.Weights(makers, lambda name: makers[name]())
 
 
 def as_peft_names_them(source: weight_files.Source, model: nn.Module) -> weight_files.Source:
     """Weights of a base model under the names that they have inside a peft model."""
     given = weight_files.open_weights(source)
     bases = {name: name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in model.state_dict()}
-    return NamedWeights({name: partial(given.__getitem__, base) for name, base in bases.items() if base in given})
+    known = {name: base for name, base in bases.items() if base in given}
+    return weight_files.Weights(known, lambda name: given[known[name]])
 
 
 def _converted(given: Mapping[str, Tensor], model: Value) -> dict[str, Callable[[], Tensor]]:
@@ -225,22 +226,3 @@ def _converted(given: Mapping[str, Tensor], model: Value) -> dict[str, Callable[
             one = found.replace(rule.target_patterns[0], target)
             makers[one] = partial(converted, one, found, rule)
     return makers
-
-
-@dataclass(frozen=True)
-class NamedWeights(Mapping[str, Tensor]):
-    """Weights under the model's names, each made when it is asked for."""
-
-    makers: Mapping[str, Callable[[], Tensor]]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.makers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.makers)
-
-    def __len__(self) -> int:
-        return len(self.makers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.makers
