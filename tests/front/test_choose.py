@@ -15,7 +15,7 @@ from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
 from penstock.front.choice import Built, Machine
-from penstock.front.choice_text import explanation
+from penstock.front.choice_text import explanation, tried_rows
 from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine
 from penstock.front.model_profile import without_calls
@@ -91,6 +91,7 @@ def test_nothing_measured_is_added_to_costs_that_are_no_seconds() -> None:
     assert "the profile is not in seconds, messages count as free" in text
     assert "measured costs" not in text
     assert "ms" not in text
+    assert tried_rows(choice)[0][2] == "1.000 x", "compare and explain show steps beside the best, not seconds"
     assert choose(replace(profile, metadata=SECONDS), Wishes(2, 8, machine=measured)).machine == measured
 
 

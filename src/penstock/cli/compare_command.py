@@ -64,25 +64,18 @@ def _compare_measured(folder: Path, sizes: tuple[int, int], stages_per_rank: int
     """All schedules at the costs of a training run, and its sizes where none were given, each cut where it is best for it."""
     from dataclasses import asdict
 
-    from penstock.balance.cuts import size_text
     from penstock.front import Choice, choose
     from penstock.front.candidates import Wishes
-    from penstock.show.numbers import percent, time_text
+    from penstock.front.choice_text import tried_rows
     from penstock.train.run_report import read
 
     run = Choice.loads(read(folder)["choice"])
     ranks = sizes[0] if shared.was_given("ranks") else run.plan.num_ranks
     microbatches = sizes[1] if shared.was_given("microbatches") else run.plan.num_microbatches
     count = None if stages_per_rank is None else stages_per_rank * ranks
-    tried = choose(run.profile, Wishes(ranks, microbatches, num_stages=count, machine=run.machine)).tried
+    found = choose(run.profile, Wishes(ranks, microbatches, num_stages=count, machine=run.machine))
     if as_json:
-        click.echo(json.dumps([asdict(entry) for entry in tried], indent=2))
+        click.echo(json.dumps([asdict(entry) for entry in found.tried], indent=2))
         return
-    rows = []
-    for entry in tried:
-        figures = ("-", "-", entry.why.partition("\n")[0])
-        if entry.makespan is not None:
-            figures = (time_text(entry.makespan, "s"), percent(entry.bubble), size_text(entry.memory))
-        rows.append((entry.schedule, str(entry.stages_per_rank), *figures))
     title = f"{ranks} ranks, {microbatches} microbatches, costs of {folder}"
-    shared.print_table(title, ("stages/rank", "step", "bubble", "fullest\nrank"), rows)
+    shared.print_table(title, ("stages/rank", "step", "bubble", "fullest\nrank"), tried_rows(found))

@@ -128,16 +128,23 @@ def _limit(choice: Choice) -> list[str]:
     ]
 
 
+def tried_rows(choice: Choice) -> list[list[str]]:
+    """The candidates: schedule, stages a rank, step, bubble and memory; of one that cannot be, why in place of the memory."""
+    best = choice.tried[0].makespan or 1.0
+    rows = []
+    for tried in choice.tried:
+        figures = ["-", "-", tried.why.partition("\n")[0]]
+        if tried.makespan is not None:
+            step = time_text(tried.makespan, "s") if choice.is_timed else f"{tried.makespan / best:.3f} x"
+            figures = [step, percent(tried.bubble), size_text(tried.memory)]
+        rows.append([tried.schedule, str(tried.stages_per_rank), *figures])
+    return rows
+
+
 def _others(choice: Choice) -> list[str]:
     if len(choice.tried) < 2:
         return []
-    best = choice.tried[0].makespan or 0.0
-    rows = [["candidate", "stages/rank", "step", "bubble", "memory"]]
-    for tried in choice.tried[:_SHOWN]:
-        step, bubble, memory = "-", "-", tried.why.partition("\n")[0][:60]
-        if tried.makespan is not None:
-            step = time_text(tried.makespan, "s") if choice.is_timed else f"{tried.makespan / (best or 1.0):.3f} x"
-            bubble, memory = percent(tried.bubble), size_text(tried.memory)
-        rows.append([tried.schedule, str(tried.stages_per_rank), step, bubble, memory])
+    rows = [[*figures, memory[:60]] for *figures, memory in tried_rows(choice)[:_SHOWN]]
     left = len(choice.tried) - _SHOWN
-    return ["", *aligned(rows), *([f"and {left} more"] if left > 0 else [])]
+    head = ["candidate", "stages/rank", "step", "bubble", "memory"]
+    return ["", *aligned([head, *rows]), *([f"and {left} more"] if left > 0 else [])]
