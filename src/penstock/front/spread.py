@@ -190,6 +190,14 @@ def receive_from(transport: Transport, rank: int) -> Value:
     return unflatten(Spec.from_json(spec), buffers)
 
 
+def gather_on_first(transport: Transport, value: object) -> list[Value]:
+    """The trees of tensors of all ranks, on the first one; on the others nothing."""
+    if transport.rank > 0:
+        send_to(transport, [0], value)
+        return []
+    return [value, *(receive_from(transport, rank) for rank in range(1, transport.num_ranks))]
+
+
 def deliver(ends: Ends, value: object, outputs: Where, *, last: int) -> Value:
     """The outputs on the ranks that want them."""
     if outputs is None or outputs == "last":

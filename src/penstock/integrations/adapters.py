@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
-from penstock.front.spread import receive_from, send_to
+from penstock.front.spread import gather_on_first
 from penstock.integrations.needs import needed
 from penstock.nest import Value
 from penstock.stage.dtensors import whole_tensor
@@ -79,14 +79,10 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     (name,) = shell.active_adapters
     names = {id(value): key for key, value in shell.named_parameters()}  # those of the user's model
     held = [(names.get(id(value), key), value) for key, value in pipe.tensors.counted() if value.requires_grad]
-    trained = {key: whole_tensor(value.detach()) for key, value in held}
-    if pipe.rank > 0:
-        send_to(pipe.transport, [0], trained)
-    else:
-        for rank in range(1, pipe.num_ranks):
-            trained |= receive_from(pipe.transport, rank)
+    parts = gather_on_first(pipe.transport, {key: whole_tensor(value.detach()) for key, value in held})
 
     def write() -> str:
+        trained = {key: value for part in parts for key, value in part.items()}
         whole = peft.get_peft_model_state_dict(shell, state_dict=trained, adapter_name=name)  # asks for all of it
         place.mkdir(parents=True, exist_ok=True)
         fresh = place / "adapter_model.safetensors.writing"

@@ -22,7 +22,7 @@ from penstock.capture import Pipe
 from penstock.errors import PenstockError, SplitError
 from penstock.front import Pipeline, Result
 from penstock.front.norm import loss_factor, shrink
-from penstock.front.spread import receive_from, send_to
+from penstock.front.spread import gather_on_first
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
 from penstock.run.planning import weight_order
@@ -207,19 +207,16 @@ def check(pipe: Pipeline, update: Update) -> Checked:
     losses = update.first_losses(pipe, steps)
     difference = 0.0
     state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
+    parts = gather_on_first(pipe.transport, state) if update.replica == 0 else []
     if reference is not None:
-        parts = [state, *(receive_from(pipe.transport, rank) for rank in range(1, pipe.num_ranks))]
         whole = reference.model.state_dict()
         pairs = [(value, whole[name]) for part in parts for name, value in part.items() if value.numel()]
         apart = [(value.double() - other.double()).abs().max().item() for value, other in pairs]
         difference = max([*apart, *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
-    elif update.replica == 0:
-        send_to(pipe.transport, [0], state)
     for name, value in pipe.state_dict().items():
         value.copy_(before[name])
     pipe.schedule.steps = 0
-    shared = pipe.decide("the result of the check", lambda: f"{difference!r} {seconds!r}")
-    difference, seconds = map(float, shared.split())
+    difference, seconds = pipe.agree("the result of the check", lambda: (difference, seconds))[0]
     return Checked(steps, difference, seconds, "stage by stage" if is_random(update.job.model) else "the model itself")
 
 
