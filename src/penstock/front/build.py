@@ -41,16 +41,15 @@ _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
 def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -> tuple[Built, Ends]:
     """The stages of this rank, spread, compiled and wrapped, and its place among the ranks. `request` is without the model."""
     of_cut, of_steps, made = request.of_cut, request.of_steps, request.of_cut.made
-    if not made and not isinstance(model, nn.Module):
+    group, device = of_ranks.group, of_ranks.device
+    if made:
+        device = made[0].device
+        group = made[0].group if group is None and of_ranks.mesh is None else group
+    elif not isinstance(model, nn.Module):
         raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
-    group = made[0].group if of_ranks.group is None and made and of_ranks.mesh is None else of_ranks.group
-    there = () if model is None else (p.device for p in model.parameters() if not p.is_meta)
-    device = (
-        made[0].device
-        if made
-        else torch.device(next(iter(there), "cpu") if of_ranks.device is None else of_ranks.device)
-    )
-    ends = Ends.of(group, of_ranks.mesh, device, beside=of_ranks.parallelize is not None)
+    elif device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    ends = Ends.of(group, of_ranks.mesh, torch.device(device), beside=of_ranks.parallelize is not None)
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from penstock.checkpoint.manifest import Damaged, Entry, Manifest
@@ -28,14 +29,6 @@ from penstock.nest import Value
 _NOT_OPTIONS = ("params", "param_names")  # of a group
 Kept = TypeVar("Kept")
 Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
-
-
-class Stateful(Protocol):
-    """What a checkpoint keeps the state of: a scheduler, a scaler, a data loader."""
-
-    def state_dict(self) -> dict[str, Value]: ...
-
-    def load_state_dict(self, state: Value, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -124,9 +117,9 @@ class Companions:
                 else:
                     group[key] = tuple(value) if isinstance(kept, tuple) and value is not None else value
 
-    def apply(self, states: dict[str, object], source: object) -> dict[str, object]:
+    def apply(self, states: dict[str, Value], source: object) -> dict[str, Value]:
         """Give each its state; what they had before comes back. If one refuses, all have what they had."""
-        before: dict[str, object] = {}
+        before: dict[str, Value] = {}
         try:
             for name, one in self.parts():
                 if name in states:
@@ -138,7 +131,7 @@ class Companions:
             raise kind(f"{name} does not take the state saved in {source}: {type(error).__name__}: {error}") from error
         return before
 
-    def undo(self, before: dict[str, object]) -> None:
+    def undo(self, before: dict[str, Value]) -> None:
         for name, one in self.parts():
             if name in before:
                 one.load_state_dict(before[name])

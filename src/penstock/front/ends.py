@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import errors
 from penstock.checkpoint.manifest import Damaged
@@ -21,9 +21,6 @@ from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, RunError, 
 from penstock.nest import Value
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -220,9 +217,7 @@ def _kind(name: str) -> type[PenstockError]:
 def _refuse_early() -> None:
     """A process that a launcher has started beside others would go through the whole model alone, and meet nobody."""
     named = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    if dist.is_available() and dist.is_initialized():
-        return
-    if all(named.values()) and named["WORLD_SIZE"].strip() not in ("0", "1"):
+    if not dist.is_initialized() and all(named.values()) and named["WORLD_SIZE"].strip() not in ("0", "1"):
         raise StageError(
             f"this process was started as rank {named['RANK']} of {named['WORLD_SIZE']}, and there is no process group yet. "
             "Before the pipeline call torch.distributed.init_process_group(), or whatever makes the group in your program "

@@ -28,7 +28,7 @@ class Garbage:
                 _was_on = gc.isenabled()
             _waiting += 1
             gc.disable()
-        self._ended = weakref.finalize(self, _give_back)
+        weakref.finalize(self, _give_back)
 
     def after(self, steps: int) -> None:
         """`steps` are done, the same number on all ranks."""

@@ -87,7 +87,7 @@ def load_into(
 
 def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Manifest:
     read: list[tuple[Manifest, Pairs, list[Pending], dict[str, Value]]] = []  # all of it, before anything is changed
-    before: list[dict[str, object]] = []
+    before: list[dict[str, Value]] = []
 
     def look() -> dict[str, object]:
         manifest = Manifest.read(place)

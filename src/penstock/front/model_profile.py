@@ -36,12 +36,7 @@ def estimated_profile(request: Request, ends: Ends) -> Profile:
     for name, module in zip(layer_names(modules), modules, strict=True):
         weight = 1.0 + sum(p.numel() for p in module.parameters())
         rows.append(LayerCost(name, weight, weight, weight, parameter_bytes=sum(p.nbytes for p in module.parameters())))
-    facts = {
-        "unit": "",
-        "estimated": "the number of parameters",
-        "places": None if where is None else [list(w) for w in where],
-    }
-    return Profile(tuple(rows), metadata=facts)
+    return Profile(tuple(rows), metadata={"unit": "", "estimated": "the number of parameters", "places": where})
 
 
 def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:

@@ -78,11 +78,8 @@ def loss_factor(scaler: torch.amp.GradScaler | None, device: torch.device) -> fl
 @torch.no_grad()
 def overflow(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Whether some number in the gradients of this rank is not finite, as 1 or 0 on the device."""
-    local = [part for part in map(to_local, gradients) if part.numel()]
-    if not local:
-        return torch.zeros(1, dtype=precise_on(device), device=device)
-    largest = torch.stack([size.to(device, precise_on(device)) for size in torch._foreach_norm(local, math.inf)])
-    return largest.isfinite().logical_not().any().to(precise_on(device)).reshape(1)
+    largest = _term([to_local(grad) for grad in gradients], math.inf, device)
+    return largest.isfinite().logical_not().to(largest.dtype).reshape(1)
 
 
 @torch.no_grad()

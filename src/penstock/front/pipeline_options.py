@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.balance import Profile
 from penstock.checkpoint.weight_files import Source
@@ -31,10 +31,6 @@ from penstock.run.ties import Holders, Tied, holders_of
 from penstock.schedules import Recipe, get_schedule
 from penstock.stage.pipeline_stage import Group, PipelineStage
 from penstock.stage.twins import CompileOptions, check_compile_options
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
