@@ -168,6 +168,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile) ->
         count = len(profile.layers)
     if times is not None and len(times) == ends.num_ranks:
         machine = replace(machine, ranks=tuple(times))
+    dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.float32)
     wishes = Wishes(
         num_ranks=ends.num_ranks,
         num_microbatches=request.microbatches,
@@ -175,7 +176,7 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile) ->
         num_stages=count,
         placement=of_cut.placement,
         memory_limit=of_cut.memory_limit,
-        optimizer_bytes=_optimizer_bytes(request),
+        optimizer_bytes=of_cut.optimizer_bytes if of_cut.optimizer is None else state_of(of_cut.optimizer, dtype),
         machine=machine,
         offload=_may_offload(request, ends),
         budgets=of_cut.may_have_budgets and of_cut.profile is not False,
@@ -197,13 +198,6 @@ def _sizes(request: Request) -> tuple[float, ...] | None:
     costs = rows.grouped(request.microbatches, request.args, request.kwargs).costs
     mean = sum(costs) / len(costs)
     return tuple(cost / mean for cost in costs) if mean and len(set(costs)) > 1 else None
-
-
-def _optimizer_bytes(request: Request) -> float:
-    """State of the optimizer for each byte of parameters: measured where the optimizer is given, else as the option says."""
-    make = request.of_cut.optimizer
-    dtype = next((p.dtype for p in request.model.parameters() if p.is_floating_point()), torch.float32)
-    return request.of_cut.optimizer_bytes if make is None else state_of(make, dtype)
 
 
 def state_of(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype) -> float:

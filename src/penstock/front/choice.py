@@ -63,10 +63,8 @@ def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Ma
     # An output is held to its gradient, whether a graph keeps it or not. What comes from another rank is in a buffer of
     # this one; what comes from this one belongs to the stage that made it.
     beside = tuple(float(crossing[stop - 1] - kept[stop - 1]) for _, stop in bounds)
-    ranks = placement.ranks
-    inputs = tuple(
-        outputs[stage - 1] if stage and ranks[stage - 1] != ranks[stage] else 0.0 for stage in range(len(bounds))
-    )
+    neighbours = pairwise(placement.ranks)
+    inputs = (0.0, *(size if here != there else 0.0 for size, (here, there) in zip(outputs, neighbours, strict=False)))
     held = tuple(map(sum, zip(inputs, total("activation_to_input"), beside, strict=True)))
     unmoved = tuple(map(sum, zip(inputs, outputs, total("unmoved"), strict=True)))
     copied = [max(whole - stays, 0.0) for whole, stays in zip(held, unmoved, strict=True)]

@@ -116,11 +116,9 @@ def _searched(known: Choice, wishes: Wishes) -> Choice:
         return replace(known, why=f"{known.why}; a search found none that is faster")
     if is_limited and any(peak > left for peak, left in zip(choice.timeline.peak_memory, room, strict=True)):
         return replace(known, why=f"{known.why}; what a search found holds too much with its messages")
-    tried = Tried.of(choice)
-    why = (
-        f"searched: {1 - ratio:.1%} faster than {known.plan.name}, {bound} for these stages {_at_costs(known.profile)}"
-    )
-    return replace(choice, tried=(tried, *known.tried), why=why)
+    faster = f"{1 - ratio:.1%} faster than {known.plan.name}"
+    why = f"searched: {faster}, {bound} for these stages {_at_costs(known.profile)}"
+    return replace(choice, tried=(Tried.of(choice), *known.tried), why=why)
 
 
 def _reasons(refused: Sequence[Tried]) -> str:
@@ -211,16 +209,13 @@ def holding_less(plan: Plan, ways: Ways) -> Plan:
     """
     count = plan.num_microbatches
     done = {(stage_of(code), microbatch_of(code)) for codes in plan.codes for code in codes if code & OP in CHOICES}
+
+    def spread(stage: int, number: int) -> list[int]:
+        evenly = (m for m in range(count) if m * number // count != (m + 1) * number // count)
+        return [m for m in evenly if (stage, m) not in done]
+
     for way, change in ((OFFLOAD, offload), (RECOMPUTE, recompute)):
-        chosen = {
-            stage: [
-                m
-                for m in range(count)
-                if m * int(number) // count != (m + 1) * int(number) // count and (stage, m) not in done
-            ]
-            for stage, (how, number) in ways.items()
-            if how == way
-        }
+        chosen = {stage: spread(stage, int(number)) for stage, (how, number) in ways.items() if how == way}
         plan = change(plan, chosen) if any(chosen.values()) else plan
     return plan
 

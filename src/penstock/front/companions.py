@@ -243,12 +243,10 @@ def _check_groups(optimizer: Optimizer, saved: list[dict[str, Value]], place: Pa
     for number, (group, one) in enumerate(zip(own, saved, strict=False)):
         for key, value in one["options"].items():
             kept = group.get(key)
-            fits = (
-                isinstance(value, int | float)
-                if isinstance(kept, int | float | Tensor)
-                else isinstance(value, list) or not isinstance(kept, tuple)
-            )
-            if key in _NOT_OPTIONS or not (fits or (value is None and not isinstance(kept, Tensor))):
+            number = isinstance(kept, int | float | Tensor)
+            kind: Value = int | float if number else list if isinstance(kept, tuple) else object
+            fits = isinstance(value, kind) or (value is None and not isinstance(kept, Tensor))
+            if key in _NOT_OPTIONS or not fits:
                 raise StageError(
                     f"{place} has {key}={value!r:.80} for group {number} of the optimizer, which has {kept!r:.80}"
                 )

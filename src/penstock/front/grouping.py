@@ -163,7 +163,5 @@ class FewRows:
 
     def _rows_of(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> int | None:
         """Into how many microbatches a batch can be cut: its rows, or those that are ready; None: there is no batch."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Microbatches):
-                return len(value)
-        return batch_size_of(args, kwargs, **self.specs)
+        ready = next((value for value in (*args, *kwargs.values()) if isinstance(value, Microbatches)), None)
+        return batch_size_of(args, kwargs, **self.specs) if ready is None else len(ready)

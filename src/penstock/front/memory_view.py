@@ -122,7 +122,9 @@ class MemoryKeeper:
         with schedule.watch_memory() as watch:
             yield
         self.keep(watch)
-        self._check(watch)
+        if watch.plan is not None:
+            place = max(range(len(watch.peaks)), key=watch.peaks.__getitem__)
+            self._tell(watch.peak, f"most of it in action {text(watch.plan.codes[self.ends.rank][place])}")
 
     def keep(self, watch: MemoryWatch) -> None:
         """The last step that was measured."""
@@ -138,11 +140,6 @@ class MemoryKeeper:
 
     def _is_compiled(self) -> bool:
         return any(hasattr(m, "_orig_mod") or m._compiled_call_impl for top in self.modules for m in top.modules())
-
-    def _check(self, watch: MemoryWatch) -> None:
-        if watch.plan is not None:
-            place = max(range(len(watch.peaks)), key=watch.peaks.__getitem__)
-            self._tell(watch.peak, f"most of it in action {text(watch.plan.codes[self.ends.rank][place])}")
 
     def _check_graphs(self, schedule: Schedule, choice: Choice) -> None:
         lowered = schedule.lowered_plan()

@@ -2,7 +2,7 @@
 
 attempted(attempt, undo, pipe, again=False)    # a step; if it fails, gradients, buffers and random state are as before it
 attempted(attempt, undo, pipe, again=True)     # the same, and the batch is done again under a plan that holds less
-choice = calibrated(choice, schedule, ends, lambda: schedule.step(batch, target=labels))     # every rank calls it
+choice = calibrated(choice, schedule, ends, lambda: schedule.step(batch, target=labels), rounds=12)    # every rank calls it
 with Replanner(0.05, choice.costs).around(schedule):
     schedule.step(batch, target=labels)                    # the plan may be another one afterwards
 profile = recut(choice, timelines, ends, gain=0.05)        # None: no other cut is worth it
@@ -164,9 +164,7 @@ def less(plan: Plan, rank: int) -> Plan | None:
     return everything if found == plan else found
 
 
-def calibrated(
-    choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int = 12
-) -> Choice:
+def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int) -> Choice:
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 
     Steps are measured as they come in a training: all ranks begin together, and find no gradients. More of them are measured

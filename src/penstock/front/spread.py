@@ -181,7 +181,6 @@ def send_to(transport: Transport, ranks: Sequence[int], value: object) -> None:
 
 def receive_from(transport: Transport, rank: int) -> Value:
     """Receive what `send_to` sends."""
-
     _, description = complete(receive_frame(lambda parts: transport.control.irecv(parts[0], rank)))
     rows, spec = json.loads(description)
     buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=transport.device) for shape, dtype in rows]
