@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,9 +21,7 @@ from penstock.cli import shared
     metavar="FOLDER",
     help="Compare at the costs that the training run in FOLDER measured.",
 )
-def command(
-    *, ranks: int, microbatches: int, stages_per_rank: int | None, as_json: bool, folder: Path | None, **given: object
-) -> None:
+def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, folder: Path | None, **given: Any) -> None:
     """Time all schedules with the same sizes and costs: a table, the shortest makespan first.
 
     Times are per rank and microbatch; without --stages-per-rank each schedule gets the number that suits it, with it
@@ -35,7 +34,7 @@ def command(
       penstock compare --from runs/train
     """
     if folder is not None:
-        _compare_measured(folder, (ranks, microbatches), stages_per_rank, as_json=as_json)
+        _compare_measured(folder, (ranks, microbatches), stages_per_rank, as_json=given["as_json"])
         return
     from penstock.schedules import all_schedules
     from penstock.show.numbers import figures, summary
@@ -49,7 +48,7 @@ def command(
         plan = recipe(ranks, microbatches, stages_per_rank=stages_per_rank)
         timelines.append(simulate(plan, shared.read_costs(plan.num_stages, ranks, given)))
     timelines.sort(key=lambda done: (not done.plan.has_backward, done.makespan, max(done.peak_memory)))
-    if as_json:
+    if given["as_json"]:
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))
         return
     headings = ("stages/rank", "makespan", "bubble:\nmakespan", "longest\nrank", "peak\nactivations")

@@ -33,20 +33,14 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name.startswith("-"):  # click says that there is no such option
             return None
-        command = import_module(COMMANDS[cmd_name][0]).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = get_close_matches(args[0], COMMANDS, n=1)
+        if cmd_name not in COMMANDS:
+            close = get_close_matches(cmd_name, COMMANDS, n=1)
             meant = f"Did you mean {close[0]!r}? " if close else ""
-            ctx.fail(f"No such command {args[0]!r}. {meant}There are: {', '.join(COMMANDS)}")
-        return super().resolve_command(ctx, args)
+            ctx.fail(f"No such command {cmd_name!r}. {meant}There are: {', '.join(COMMANDS)}")
+        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +19,7 @@ from penstock.cli import shared
 @shared.as_json
 @shared.output
 @shared.drawings
-def command(
-    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None, output: Path | None, **given: Any
-) -> None:
+def command(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None, **given: Any) -> None:
     """Make a plan of the schedule NAME, prove it, time it and show it. `penstock compare` lists the names.
 
     Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. The memory
@@ -42,7 +39,7 @@ def command(
 
     click.get_current_context().with_resource(no_collecting())
     plan, costs = shared.proved(get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank), given)
-    if output is not None:
-        dump(plan, output)
+    if given["output"] is not None:
+        dump(plan, given["output"])
     if not given["quiet"] or any(given[drawing] for drawing in ("svg", "html", "trace")):
         shared.show(simulate(plan, costs), given)
