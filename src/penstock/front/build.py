@@ -100,19 +100,12 @@ def build(request: Request, ends: Ends) -> Built:
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
 
-    pipes: list[Pipe] = []
-
-    def capture() -> dict[str, str]:
-        pipes.append(cut(request, choice))
-        return stage_facts(pipes[0], request)
-
-    everyone = dict(enumerate(ends.agree("capturing the model", capture)))
+    pipe = ends.each("capturing the model", lambda: cut(request, choice))
+    everyone = dict(enumerate(ends.agree("comparing the stages", lambda: stage_facts(pipe, request))))
     same_everywhere("the stages", everyone, "Build the same model with the same example on every rank")
-    pipe = pipes[0]
     here = choice.plan.placement.stages_of(ends.rank)
     modules = [pipe.get_stage_module(k) for k in here]
-    pending: list[Callable[[], None]] = []
-    ends.agree("the values of the model", lambda: pending.extend(values_to_fill(modules, request, ends.device)))
+    pending = ends.each("the values of the model", lambda: values_to_fill(modules, request, ends.device))
     ends.agree("giving the model its values", lambda: [fill() for fill in pending])
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 

@@ -221,8 +221,7 @@ class Choice:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """The layers of each stage: first, and one after the last."""
-        edges = [0, *self.boundaries, len(self.profile.layers)]
-        return tuple(pairwise(edges))
+        return tuple(pairwise([0, *self.boundaries, len(self.profile.layers)]))
 
     def key(self, stage: int) -> str:
         """The layers of a stage, as the profile names them where it knows more of a stage than the sum of its layers."""
@@ -283,10 +282,8 @@ class Choice:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes of each rank at its peak, all told."""
-        stages_of = self.plan.placement.stages_of
-        return tuple(
-            round(peak) + self.state_bytes(stages_of(rank)) for rank, peak in enumerate(self.timeline.peak_memory)
-        )
+        states = map(self.state_bytes, map(self.plan.placement.stages_of, range(self.plan.num_ranks)))
+        return tuple(round(peak) + state for peak, state in zip(self.timeline.peak_memory, states, strict=True))
 
     def dumps(self) -> str:
         """As text; `Choice.loads` is the inverse."""

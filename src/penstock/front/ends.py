@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, RunError, 
 from penstock.nest import Value
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,12 @@ class Ends:
                     everyone = host_group(self.copies).gather(json.dumps(posts).encode())
                     posts = [one for replica in everyone for one in json.loads(replica)]
         return _value(what, raised, posts)
+
+    def each(self, what: str, make: Callable[[], Made]) -> Made:
+        """What this rank makes, once every rank of every replica has made its own. If one raises, all raise."""
+        made: list[Made] = []
+        self.agree(what, lambda: made.append(make()))
+        return made[0]
 
     def gather(self, what: str, value: object) -> list[Value]:
         """A small value of each rank of this pipeline, on each of them."""

@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,11 +137,8 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
 
 def take_weights(tensors: StageTensors, ends: Ends, source: Source) -> None:
     """Values for stages made by hand. All ranks read and check theirs before one changes anything."""
-    pairs: Pairs = []
-    ends.agree(
-        "the weights of the stages", lambda: pairs.extend(_given_tensors(tensors, open_weights(source), strict=True))
-    )
-    _change(tensors, pairs)
+    read = partial(_given_tensors, tensors, strict=True)
+    _change(tensors, ends.each("the weights of the stages", lambda: read(open_weights(source))))
 
 
 def _given_tensors(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Pairs:

@@ -85,14 +85,12 @@ def _record(ends: Ends) -> list[Timeline]:
     plan = get_schedule("1f1b")(ends.num_ranks, _MICROBATCHES)
     schedule = Schedule.from_plan(plan, [stage], loss_fn=lambda output, _: output.sum())
     batch = torch.ones(_MICROBATCHES, 1, device=ends.device)
-    for _ in range(_WARM_UP):
-        schedule.step(batch, target=batch, return_outputs=False)
     found = []
-    for _ in range(_ROUNDS):
+    for _ in range(_WARM_UP + _ROUNDS):
         with schedule.record() as recording:
             schedule.step(batch, target=batch, return_outputs=False)
         found.append(recording.timeline)
-    return found
+    return found[_WARM_UP:]
 
 
 def _times(timeline: Timeline) -> dict[tuple[int, int, int], tuple[float, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -48,7 +49,7 @@ def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
     return capture_layers(request.model, request.args, request.kwargs, num_stages=most, **of_cut.of_capture)
 
 
-def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
+def measured_profile(request: Request, ends: Ends, barrier: Callable[[], object]) -> Profile:
     """What the layers cost on this rank, while the others measure theirs: `barrier` waits for them."""
     args, kwargs = microbatch_of(request)
     layers, where = _layers(request, ends)
@@ -62,7 +63,7 @@ def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) 
     return without_calls(measured, ends.device)
 
 
-def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
+def together(ends: Ends, measure: Callable[[Callable[[], object]], Profile]) -> Callable[[], Profile]:
     """What layers cost while all ranks are at work: all measure at the same time, and the median over the ranks counts.
 
     `measure` is handed a barrier, to call when it is about to begin. The first rank asks for the outcome, and gets its own error
@@ -71,20 +72,15 @@ def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Ca
     """
     if isinstance(ends.transport, LocalTransport):
         return lambda: measure(lambda: None)
-    begun = False
-
-    def barrier() -> None:
-        nonlocal begun
-        begun = True
-        ends.gather("about to measure the layers", None)
-
+    barrier = cache(
+        lambda: ends.gather("about to measure the layers", None)
+    )  # they meet once, however often it is called
     mine: Profile | Exception
     try:
         mine = measure(barrier)
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
         mine = error
-    if not begun:
-        barrier()
+    barrier()
     texts = ends.gather("what the layers cost on each rank", mine.dumps() if isinstance(mine, Profile) else None)
 
     def outcome() -> Profile:

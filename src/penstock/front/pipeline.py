@@ -140,7 +140,7 @@ class Pipeline(OwnStages):
             outputs=keep and self.rank == self._last_rank,
         )
         losses: list[Tensor] = []
-        value = self._run(batch, losses, keep=keep, loss_kwargs=loss_kwargs)
+        value = self._run(batch, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
         ran = self._of_step(few)
         self._tidy_up()
         return self._result(ran, losses, batch.in_order(value), outputs, trained=True)
@@ -357,9 +357,7 @@ class Pipeline(OwnStages):
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
-    def _run(
-        self, batch: StepBatch, losses: list[Tensor], *, keep: bool, loss_kwargs: Mapping[str, Value] | None
-    ) -> Value:
+    def _run(self, batch: StepBatch, **options: Value) -> Value:
         """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
 
         def attempt() -> Value:
@@ -371,14 +369,7 @@ class Pipeline(OwnStages):
             given = (batch.args, batch.kwargs)
             counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
             with measured, counted:
-                value = schedule.step(
-                    *batch.args,
-                    target=batch.target,
-                    losses=losses,
-                    return_outputs=keep,
-                    loss_kwargs=loss_kwargs,
-                    **batch.kwargs,
-                )
+                value = schedule.step(*batch.args, target=batch.target, **options, **batch.kwargs)
             self.schedule.steps = schedule.steps
             return value
 

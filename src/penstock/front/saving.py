@@ -283,15 +283,15 @@ def _alone(block: Tensor) -> Tensor:
     return block if block.untyped_storage().nbytes() <= block.nbytes else block.clone()
 
 
-def as_json(value: dict[str, Value], what: str) -> dict[str, object]:
+def as_json(value: dict[str, Value], what: str) -> Value:
+    """The value as it comes back from a file; what JSON cannot hold is an error that says what the value is of."""
     try:
-        made: dict[str, object] = json.loads(json.dumps(value))
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
             f"{what} cannot be saved: {error}; expected numbers, texts, lists and dictionaries of them. What has tensors "
             "belongs into the model or the optimizer"
         ) from error
-    return made
 
 
 def _owners(everyone: Sequence[Mapping[str, Value]]) -> dict[tuple[str, tuple[int, ...]], int]:
