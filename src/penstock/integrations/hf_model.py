@@ -58,12 +58,9 @@ def found(source: Source, config: Value) -> tuple[nn.Module, str | Path | None]:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy that has no memory: the same class, names, ties and config."""
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
+    parameters = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    buffers = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, {**parameters, **buffers})  # it takes these as the copies that it has made already
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -26,18 +26,9 @@ from penstock.batch import Replicate
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
-from penstock.integrations import hf_model
+from penstock.integrations import hf_batches, hf_model
 from penstock.integrations.adapters import base_of, is_adapted, puts_prompt_first, refuse_adapter, save_adapter
-from penstock.integrations.hf_batches import (
-    BOUNDS,
-    ITEMS,
-    TokenSchedule,
-    completed,
-    count_labels,
-    keeps_texts_apart,
-    open_sizes,
-    texts_apart,
-)
+from penstock.integrations.hf_batches import ITEMS, TokenSchedule
 from penstock.integrations.hf_model import Source, on_meta
 from penstock.integrations.needs import needed
 from penstock.nest import Value, map_tensors
@@ -107,7 +98,7 @@ class TransformersPipeline(Pipeline):
         self.shell = on_meta(model)
         self._shifts = shifts_labels(model)
         packed = example.get("position_ids") is not None
-        batch = {name: value for name, value in example.items() if not packed or name not in BOUNDS}
+        batch = {name: value for name, value in example.items() if not packed or name not in hf_batches.BOUNDS}
         if not self.own_loss:
             batch.pop("labels", None)
         if _takes(model, "use_cache"):
@@ -180,20 +171,20 @@ class TransformersPipeline(Pipeline):
             )
         if not self.own_loss and (labels := given.pop("labels", None)) is not None:
             options.setdefault("target", labels)
-        call = completed(given, self._example)
+        call = hf_batches.completed(given, self._example)
         if "use_cache" in self._example:
             call["use_cache"] = False
         if ITEMS in self._example and not isinstance(call.get(ITEMS), Tensor):
-            count = call.get(ITEMS) or count_labels(call, shifted=self._shifts) or 1
+            count = call.get(ITEMS) or hf_batches.count_labels(call, shifted=self._shifts) or 1
             call[ITEMS] = torch.tensor(int(count), device=self._ends.device)
         return {name: call[name] for name in self._example if name in call} | options  # in the order of the example
 
     def _apart(self, call: dict[str, Value]) -> dict[str, Value]:
         """A packed row is cut between its texts, if its microbatches can be weighed and nobody wants its outputs in one row."""
-        weighed = (self.own_loss or not self._of_steps.scale_grads) and keeps_texts_apart(self.shell)
+        weighed = (self.own_loss or not self._of_steps.scale_grads) and hf_batches.keeps_texts_apart(self.shell)
         if not weighed or not self._of_steps.few_rows or call.get("outputs") is not None:
             return call
-        return texts_apart(call, self.schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
+        return hf_batches.texts_apart(call, self.schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
 
     def _of_step(self, few: int | None) -> TokenSchedule:
         schedule = super()._of_step(few)
@@ -246,7 +237,7 @@ def made_with(
     try:
         if "dynamic_shapes" not in given:
             with suppress(CaptureError):
-                return make(**given, dynamic_shapes=open_sizes(batch))
+                return make(**given, dynamic_shapes=hf_batches.open_sizes(batch))
         return make(**given)
     finally:
         for module in checkpoints:

@@ -22,10 +22,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -101,7 +100,7 @@ class StepEvent:
 
 
 @takes(RunError)
-class EventLog:
+class EventLog(AbstractContextManager["EventLog"]):
     """Writes the events of a run to loggers: names ("jsonl", "tensorboard", "wandb", "mlflow") or objects of your own.
 
         log = EventLog(pipe, "jsonl", "tensorboard", folder="runs/mine")
@@ -167,9 +166,6 @@ class EventLog:
             self._followed.leave()
         while self._loggers:
             self._loggers.pop().close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

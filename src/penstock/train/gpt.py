@@ -149,18 +149,17 @@ def read_text(path: str | None = None, *, length: int = 128) -> Text:
     """The standard library's sources, or a file, or all files of a folder."""
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     files = _files(root, "*" if path is not None else "*.py")
-    train, validation, total = bytearray(), bytearray(), 0
+    train, validation = bytearray(), bytearray()
     for number, file in enumerate(files):
-        data = file.read_bytes()
-        total += len(data)
-        (validation if len(files) > 1 and number % _EVERY == _EVERY // 2 else train).extend(data)
-        if total > _MOST:
+        (validation if len(files) > 1 and number % _EVERY == _EVERY // 2 else train).extend(file.read_bytes())
+        if len(train) + len(validation) > _MOST:
             break
     least = 4 * (length + 2)
     if len(validation) < least:  # one file, or few: the end of it
         cut = max(len(train) - max(len(train) // _EVERY, least), 0)
         validation, train = train[cut:] + validation, train[:cut]
     if len(train) < least:
+        total = len(train) + len(validation)
         raise PenstockError(f"{root} holds {total} bytes of text; training needs at least {2 * least}")
     source = f"the sources of Python {platform.python_version()}" if path is None else str(root)
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"

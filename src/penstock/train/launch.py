@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -137,11 +136,10 @@ def _launch_once(ranks: int, arguments: Sequence[str]) -> ChildFailedError | Non
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
+        run_id="penstock",  # the store has a port of its own, so no other run can see it
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        monitor_interval=0.2,
         shutdown_timeout=60,
     )
     try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
 from penstock.capture import Pipe
+from penstock.capture.stage_module import run_stages
 from penstock.errors import PenstockError, SplitError
 from penstock.front import Pipeline, Result
 from penstock.front.norm import loss_factor, shrink
@@ -171,17 +173,14 @@ class Unpipelined:
     def output(self, args: tuple[object, ...], microbatch: int) -> Value:
         if self.whole is None:
             return self.model(*args)
-        values: dict[str, Value] = {}
-        seed = self.update.options.seed
-        given = self.whole.info().inputs.bind(args, {})
-        for k in range(self.whole.num_stages):
-            stage = self.whole.get_stage_module(k)
-            inputs = [given[w.name] if w.source is None else values[w.name] for w in stage.inputs]
-            with microbatch_rng(seed=seed, stage=k, microbatch=microbatch, step=self.steps):
-                if stage.is_last:
-                    return stage(*inputs)
-                values |= zip([w.name for w in stage.outputs], stage.run(inputs), strict=True)
-        raise AssertionError("a model has a last stage")
+        values = self.whole.info().inputs.bind(args, {})
+        *earlier, last = map(self.whole.get_stage_module, range(self.whole.num_stages))
+        drawn_by = partial(microbatch_rng, seed=self.update.options.seed, microbatch=microbatch, step=self.steps)
+        for stage in earlier:
+            with drawn_by(stage=stage.stage_index):
+                run_stages([stage], values)
+        with drawn_by(stage=last.stage_index):
+            return last(*(values[wire.name] for wire in last.inputs))
 
 
 def is_random(model: nn.Module) -> bool:
