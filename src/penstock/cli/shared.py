@@ -154,11 +154,7 @@ def show(timeline: Timeline, given: dict[str, Any], **more: object) -> bool:
 
     With --json it prints the figures and `more` as one object instead. Whether somebody reads more below the table.
     """
-    from penstock.show.html import to_html
-    from penstock.show.numbers import summary, summary_text
-    from penstock.show.svg import to_svg
-    from penstock.show.table import show_table
-    from penstock.show.trace import dump_trace
+    from penstock.show import dump_trace, show_table, summary, summary_text, to_html, to_svg
 
     for name, draw in (("svg", to_svg), ("html", to_html)):
         if given[name] is not None:

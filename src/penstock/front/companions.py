@@ -117,19 +117,16 @@ class Companions:
                 else:
                     group[key] = tuple(value) if isinstance(kept, tuple) and value is not None else value
 
-    def apply(self, states: dict[str, Value], source: object) -> dict[str, Value]:
-        """Give each its state; what they had before comes back. If one refuses, all have what they had."""
-        before: dict[str, Value] = {}
+    def apply(self, states: dict[str, Value], source: object, before: dict[str, Value]) -> None:
+        """Give each its state; what it had goes into `before`, for `undo` if one refuses, here or on another rank."""
         try:
             for name, one in self.parts():
                 if name in states:
                     before[name] = copy.deepcopy(one.state_dict())
                     one.load_state_dict(states[name])
         except Exception as error:
-            self.undo(before)
             kind = Damaged if name == "random" else RunError  # what the others take is for their authors to say
             raise kind(f"{name} does not take the state saved in {source}: {type(error).__name__}: {error}") from error
-        return before
 
     def undo(self, before: dict[str, Value]) -> None:
         for name, one in self.parts():

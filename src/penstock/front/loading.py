@@ -88,7 +88,7 @@ def load_into(
 
 def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Manifest:
     read: list[tuple[Manifest, Pairs, list[Pending], dict[str, Value]]] = []  # all of it, before anything is changed
-    before: list[dict[str, Value]] = []
+    before: dict[str, Value] = {}
 
     def look() -> dict[str, object]:
         manifest = Manifest.read(place)
@@ -102,10 +102,9 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
     same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
     manifest, found, pending, states = read[0]
     try:
-        ends.agree(f"the states in the checkpoint {place}", lambda: before.append(companions.apply(states, place)))
+        ends.agree(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
     except Exception:
-        for one in before:
-            companions.undo(one)
+        companions.undo(before)
         raise
     _change(tensors, found)
     companions.fill(tensors, manifest.optimizer, pending)

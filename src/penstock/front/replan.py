@@ -29,9 +29,8 @@ from penstock.front.choice import Choice, stage_costs
 from penstock.front.ends import Ends
 from penstock.lower import recompute
 from penstock.nest import Value
-from penstock.plan import Plan
+from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, stage_of
-from penstock.plan.ops import Op
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
 from penstock.search import search

@@ -21,8 +21,7 @@ from penstock.errors import PenstockError, UnknownNameError
 
 if TYPE_CHECKING:  # the command looks here for a size before it starts the ranks
     from penstock.front import Pipeline
-    from penstock.train.train_job import Job
-    from penstock.train.train_options import TrainOptions
+    from penstock.train import Job, TrainOptions
 
 BYTES: Final = 256
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}

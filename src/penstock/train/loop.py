@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from threading import Event
 
@@ -182,12 +182,10 @@ class Run:
 
     def _step(self, step: int) -> float:
         self.update.set_rate(self.rated, step)  # before the log looks at it
-        with ExitStack() as watching:
-            recording = watching.enter_context(self.pipe.record()) if self.recutter.wants(step) else None
-            noted = Noted()
-            if self.log is not None:
-                logged = self.log.step(step, optimizer=self.rated.optimizer, tokens=self.rows)
-                noted = watching.enter_context(logged)
+        log, optimizer = self.log, self.rated.optimizer
+        recorded = self.pipe.record() if self.recutter.wants(step) else nullcontext()
+        logged = nullcontext(Noted()) if log is None else log.step(step, optimizer=optimizer, tokens=self.rows)
+        with recorded as recording, logged as noted:
             noted.loss, noted.norm = self.update.apply(self.pipe, self.rated, step)
         if recording is not None:
             self.recutter.take(self.pipe, recording)
