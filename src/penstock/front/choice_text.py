@@ -122,10 +122,8 @@ def _limit(choice: Choice) -> list[str]:
         rows.append([str(one.stage), way, of, size_text(one.size), time])
     spared = aligned(rows) if choice.spared else ["no stage has to hold less for it"]
     assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
-    return [
-        f"within the limit of memory; {assumed}; the smallest limit that would do is {size_text(choice.smallest_limit)}",
-        *spared,
-    ]
+    smallest = f"the smallest limit that would do is {size_text(choice.smallest_limit)}"
+    return [f"within the limit of memory; {assumed}; {smallest}", *spared]
 
 
 def tried_rows(choice: Choice) -> list[list[str]]:

@@ -85,9 +85,7 @@ def _place(module: nn.Module, name: str, value: Tensor, mesh: DeviceMesh, *place
     from torch.distributed.tensor import distribute_tensor
 
     path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    made = distribute_tensor(value.detach(), mesh, placements)
+    made: Tensor = distribute_tensor(value.detach(), mesh, placements)
     if isinstance(value, nn.Parameter):
-        owner._parameters[leaf] = nn.Parameter(made, requires_grad=value.requires_grad)
-    else:
-        owner._buffers[leaf] = made
+        made = nn.Parameter(made, requires_grad=value.requires_grad)
+    setattr(module.get_submodule(path), leaf, made)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capture import StageModule
 from penstock.errors import StageError
+from penstock.front.choice import Built
 from penstock.front.ends import Ends
 from penstock.parallel import unwrap
 from penstock.run.ties import Holders
@@ -65,10 +66,9 @@ class StageTensors:
         return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
 
 
-def stage_tensors(
-    stages: Sequence[PipelineStage], ends: Ends, *, ties: Iterable[Holders], rank_of: Sequence[int]
-) -> StageTensors:
+def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders]) -> StageTensors:
     """Name everything that the stages of this rank hold."""
+    stages, rank_of = built.stages, built.plan.placement.ranks
     tied = {holder: tuple(holders) for holders in ties for holder in holders}
     captured = all(isinstance(unwrap(stage.submod), StageModule) for stage in stages)
     prefixes = {} if captured else _prefixes(stages, ends, tied)

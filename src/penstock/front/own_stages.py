@@ -85,8 +85,7 @@ class OwnStages:
         """The parameters and buffers of this rank, by the names of the user's model."""
         # No cached_property: its lock would be held while the other ranks, which may be threads, are asked.
         if self._tensors is None:
-            ranks = self._built.plan.placement.ranks
-            self._tensors = stage_tensors(self._built.stages, self._ends, ties=self._ties, rank_of=ranks)
+            self._tensors = stage_tensors(self._built, self._ends, self._ties)
         return self._tensors
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -143,7 +142,7 @@ class OwnStages:
 
         All ranks call it. The names are those of the user's model, and what has several names is written once.
         """
-        save_pretrained(folder, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
+        save_pretrained(Path(folder), self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
 
     # -- for programs around a pipeline
 

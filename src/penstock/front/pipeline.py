@@ -134,11 +134,8 @@ class Pipeline(OwnStages):
         self.schedule.check_call("step", target, loss_kwargs)
         keep = outputs is not None
         few = self._few_rows.count(args, kwargs)
-        batch = StepBatch(args, kwargs, target, few).grouped(
-            self._of_steps.group_rows,
-            few or self.schedule.num_microbatches,
-            outputs=keep and self.rank == self._last_rank,
-        )
+        count, gives = few or self.schedule.num_microbatches, keep and self.rank == self._last_rank
+        batch = StepBatch(args, kwargs, target, few).grouped(self._of_steps.group_rows, count, outputs=gives)
         losses: list[Tensor] = []
         value = self._run(batch, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
         ran = self._of_step(few)
@@ -304,7 +301,7 @@ class Pipeline(OwnStages):
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
         companions = self._companions(optimizer, scheduler, data)
-        loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
+        loaded = load_into(Path(folder), self.tensors, self._ends, companions, or_older=or_older)
         self.schedule.steps = loaded.step
         return dict(loaded.extra)
 

@@ -44,11 +44,8 @@ class Origin:
         return cls(frozenset(names), type(model).__name__, configs)
 
 
-def save_pretrained(
-    folder: str | Path, tensors: StageTensors, ends: Ends, origin: Origin, *, max_shard_bytes: int
-) -> None:
+def save_pretrained(place: Path, tensors: StageTensors, ends: Ends, origin: Origin, *, max_shard_bytes: int) -> None:
     """Every rank of every replica calls it."""
-    place = Path(folder)
     mine: dict[str, Tensor] = {}
 
     def look() -> list[list[object]]:
@@ -73,9 +70,8 @@ def save_pretrained(
             if rank == ends.rank:
                 file = place / _name(number, len(shards))
                 fresh = file.with_name(file.name + ".writing")
-                _safetensors().save_file(
-                    {name: whole[name].cpu().contiguous() for name in names}, fresh, {"format": "pt"}
-                )
+                plain = {name: whole[name].cpu().contiguous() for name in names}
+                _safetensors().save_file(plain, fresh, {"format": "pt"})
                 fresh.replace(file)
 
     def finish() -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -312,13 +313,10 @@ def _owners(everyone: Sequence[Mapping[str, Value]]) -> dict[tuple[str, tuple[in
 
 def _merged(everyone: Sequence[Mapping[str, Value]]) -> dict[str, object]:
     """One optimizer out of those of all ranks."""
-    made: dict[str, Value] = {}
-    for one in (each["optimizer"] for each in everyone if each["optimizer"]):
-        made.setdefault("kind", one["kind"])
-        made.setdefault("values", {}).update(one["values"])
-        groups = made.setdefault("groups", [])
-        for index, group in enumerate(one["groups"]):
-            if index == len(groups):
-                groups.append({**group, "names": []})
-            groups[index]["names"] = sorted({*groups[index]["names"], *group["names"]})
-    return made
+    each = [one["optimizer"] for one in everyone if one["optimizer"]]
+    groups = []
+    for of_ranks in zip_longest(*(one["groups"] for one in each)):  # the same group of every rank that has so many
+        known = [group for group in of_ranks if group is not None]
+        groups.append({**known[0], "names": sorted({name for group in known for name in group["names"]})})
+    values = {name: value for one in each for name, value in one["values"].items()}
+    return {"kind": each[0]["kind"], "values": values, "groups": groups} if each else {}

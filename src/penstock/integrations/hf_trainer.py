@@ -115,8 +115,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
     def _check_arguments(self) -> None:
         """What a Trainer does to a whole model, or to a rank's own rows, would here be done to nothing."""
         asked = {name: getattr(self.args, name, None) for name in _NOT_HERE.split()}
-        strategy = self.args.train_sampling_strategy
-        asked[f'train_sampling_strategy="{strategy}"'] = strategy == "batch_rebalance"
+        asked['train_sampling_strategy="batch_rebalance"'] = self.args.train_sampling_strategy == "batch_rebalance"
         asked["model_init"] = self.model_init
         asked["an overridden compute_loss"] = type(self).compute_loss is not PipelineTrainer.compute_loss
         hint = (

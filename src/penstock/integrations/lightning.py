@@ -12,7 +12,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
-from os import PathLike
 from pathlib import Path
 from uuid import uuid4
 
@@ -230,9 +229,7 @@ class PipelineStrategy(DDPStrategy):
             for other in set(folder.glob(_REST.format("*"))) - {folder / rest}:
                 other.unlink(missing_ok=True)
 
-    def load_checkpoint(
-        self, checkpoint_path: str | PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Value]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Value]:
         folder = Path(checkpoint_path)
         if not (folder / _PARTS).is_dir():
             raise RunError(

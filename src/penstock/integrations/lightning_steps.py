@@ -25,6 +25,7 @@ from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
 from penstock.integrations.hf_batches import count_labels
 from penstock.nest import Value, has_tensor, open_node
+from penstock.stage.buffers import Tables
 from penstock.stage.recompute import recomputing
 
 # The arguments of LightningModule.log behind name and value.
@@ -310,37 +311,22 @@ def left_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
 
     All stay the same objects, since others may refer to them, as metrics of one collection do.
     """
-    undo = [_undoing(vars(part), depth=2) for part in parts]
+    attributes = [vars(part) for part in parts]
+    inside = [value for one in attributes for value in one.values()]
+    inside += [
+        value for one in inside if isinstance(one, dict) for value in one.values() if not isinstance(value, dict)
+    ]
+    tables = Tables([*attributes, *(value for value in inside if isinstance(value, dict | list | deque | set))])
+    tensors = [value for value in inside if type(value) is Tensor and not value.is_inference()]
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
-
-
-def _undoing(value: object, *, depth: int) -> Callable[[], None]:
-    """What makes a value as it is now; a dictionary with its values, down to this depth."""
-    if type(value) is Tensor and not value.is_inference():
-        version, values = value._version, value.detach().clone()
-
-        def copy_back() -> None:
-            if value._version != version:
-                with torch.no_grad():
-                    value.copy_(values)
-
-        return copy_back
-    if not isinstance(value, dict | list | deque | set) or (isinstance(value, dict) and not depth):
-        return lambda: None
-    held = dict(value) if isinstance(value, dict) else list(value)
-    inner = [_undoing(one, depth=depth - 1) for one in held.values()] if isinstance(held, dict) else []
-
-    def put_back() -> None:
-        value.clear()
-        value.extend(held) if isinstance(value, list | deque) else value.update(held)
-        for undo in inner:
-            undo()
-
-    return put_back
+        tables.put_back()
+        with torch.no_grad():
+            for tensor, version, values in before:
+                if tensor._version != version:
+                    tensor.copy_(values)
 
 
 class SharedMetrics:

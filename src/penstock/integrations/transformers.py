@@ -67,10 +67,7 @@ def pipeline(
     Where the config says how the model can be cut (`base_model_pp_plan`), and the number of stages is known, it is cut there.
     """
     model, folder = hf_model.found(source, config)
-    given = {"microbatches": 8, **options}
-    if folder is not None:
-        given.setdefault("weights", folder)
-    return TransformersPipeline(model, example, loss_fn=loss_fn, schedule=schedule, **given)
+    return TransformersPipeline(model, example, loss_fn=loss_fn, schedule=schedule, **{"weights": folder, **options})
 
 
 class TransformersPipeline(Pipeline):
@@ -251,10 +248,7 @@ def _with_defaults(model: nn.Module, options: Mapping[str, Value]) -> dict[str, 
     if isinstance(count, int) and given.get("split_spec") is None and given.get("split_policy") is None:
         cuts = hf_model.cuts_of_plan(model, count)
         if cuts is not None:
-            given.pop("num_stages", None)
-            given.pop("stages", None)
-            given["split_spec"] = cuts
-            given.setdefault("profile", False)
+            given = {"profile": False, **given, "num_stages": None, "stages": None, "split_spec": cuts}
     files = given.get("weights") is not None
     if files and not is_adapted(model):
         given["weights"] = hf_model.as_the_model_names_them(given["weights"], model)

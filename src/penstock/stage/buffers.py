@@ -43,7 +43,7 @@ def modes_of(module: nn.Module) -> Modes:
 
 
 class Tables:
-    """Tables (dicts, lists, sets) in which modules keep what was set on them, as they were when this was made."""
+    """Tables (dicts, lists, queues, sets) in which modules keep what was set on them, as they were when this was made."""
 
     def __init__(self, tables: Iterable[Value]) -> None:
         self.before = [(table, table.copy()) for table in tables]
@@ -55,7 +55,7 @@ class Tables:
     def put_back(self) -> None:
         for table, old in self.changed():
             table.clear()
-            (table.extend if isinstance(table, list) else table.update)(old)
+            (table.extend if hasattr(table, "extend") else table.update)(old)
 
 
 def _same(table: Value, old: Value) -> bool:

@@ -202,8 +202,7 @@ class MLflow(_Scalars):
         else:
             found = self._client.get_experiment_by_name(name)
             experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-            tags = {"mlflow.runName": folder.name}
-            self._run = self._client.create_run(experiment, tags=tags).info.run_id
+            self._run = self._client.create_run(experiment, tags={"mlflow.runName": folder.name}).info.run_id
             note.write_text(self._run, encoding="utf-8")
 
     def send(self, values: dict[str, float], step: int) -> None:
