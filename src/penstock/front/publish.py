@@ -68,11 +68,7 @@ def save_pretrained(place: Path, tensors: StageTensors, ends: Ends, origin: Orig
         place.mkdir(parents=True, exist_ok=True)
         for number, (rank, names) in enumerate(shards):
             if rank == ends.rank:
-                file = place / _name(number, len(shards))
-                fresh = file.with_name(file.name + ".writing")
-                plain = {name: whole[name].cpu().contiguous() for name in names}
-                _safetensors().save_file(plain, fresh, {"format": "pt"})
-                fresh.replace(file)
+                write_tensors(place / _name(number, len(shards)), {name: whole[name] for name in names})
 
     def finish() -> str:
         sizes = dict(row for rows in everyone for row in rows)
@@ -98,6 +94,14 @@ _INDEX = "model.safetensors.index.json"
 
 def _name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file of safetensors; a reader sees the old one, or the whole new one."""
+    fresh = file.with_name(file.name + ".writing")
+    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    _safetensors().save_file(plain, fresh, {"format": "pt"})
+    fresh.replace(file)
 
 
 def _shards(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> list[tuple[int, list[str]]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
+from penstock.front.publish import write_tensors
 from penstock.front.spread import gather_on_first
 from penstock.integrations.needs import needed
 from penstock.nest import Value
@@ -72,8 +73,6 @@ def refuse_adapter(model: nn.Module) -> None:
 def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
     """Write adapter_model.safetensors and adapter_config.json. All ranks call it; adapters are small, and rank 0 writes."""
     peft = needed("peft", "hf")
-    from safetensors.torch import save_file
-
     place = Path(folder)
     shell: Value = pipe.shell
     (name,) = shell.active_adapters
@@ -85,9 +84,7 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
         trained = {key: value for part in parts for key, value in part.items()}
         whole = peft.get_peft_model_state_dict(shell, state_dict=trained, adapter_name=name)  # asks for all of it
         place.mkdir(parents=True, exist_ok=True)
-        fresh = place / "adapter_model.safetensors.writing"
-        save_file({key: value.cpu().contiguous() for key, value in whole.items()}, fresh, {"format": "pt"})
-        fresh.replace(place / "adapter_model.safetensors")
+        write_tensors(place / "adapter_model.safetensors", whole)
         config = copy.deepcopy(shell.peft_config[name])
         config.inference_mode = True
         config.save_pretrained(str(place))
