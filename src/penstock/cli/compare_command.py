@@ -43,10 +43,9 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, folde
     stages_per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
     timelines = []
     for recipe in all_schedules():
-        if stages_per_rank is not None and recipe.stages_per_rank not in (None, stages_per_rank):
-            continue
-        plan = recipe(ranks, microbatches, stages_per_rank=stages_per_rank)
-        timelines.append(simulate(plan, shared.read_costs(plan.num_stages, ranks, given)))
+        if stages_per_rank is None or recipe.stages_per_rank in (None, stages_per_rank):
+            plan = recipe(ranks, microbatches, stages_per_rank=stages_per_rank)
+            timelines.append(simulate(plan, shared.read_costs(plan.num_stages, ranks, given)))
     timelines.sort(key=lambda done: (not done.plan.has_backward, done.makespan, max(done.peak_memory)))
     if given["as_json"]:
         click.echo(json.dumps([summary(timeline) for timeline in timelines], indent=2))

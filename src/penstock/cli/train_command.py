@@ -15,14 +15,12 @@ import click
 from penstock.cli import shared
 from penstock.train.train_options import KINDS, TrainOptions
 
-_GIVEN = "penstock.train.given"
-
 
 class _Told(click.Command):
     """Keeps what it was called with, which the ranks are called with again: by a shell, or by a program as `main([...])`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_GIVEN] = list(args)
+        ctx.obj = list(args)
         return super().parse_args(ctx, args)
 
 
@@ -88,7 +86,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
         check_logger(name)
     check_where(options)
     try:
-        launch(options, ctx.meta[_GIVEN], say=lambda text: click.echo(text, err=True))
+        launch(options, ctx.obj, say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:
         click.echo(f"{stopped}; nothing is left running", err=True)
         ctx.exit(130)

@@ -77,13 +77,12 @@ def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders]) -> StageTen
         module = unwrap(stage.submod)
         kept = module.state_dict(keep_vars=True)
         known = module.aliases if isinstance(module, StageModule) else {}
-        held = {**dict(module.named_parameters(remove_duplicate=False)), **kept}
+        every = {**dict(module.named_parameters(remove_duplicate=False)), **kept}
+        held = {own: tensor for own, tensor in every.items() if isinstance(tensor, Tensor)}
         together: dict[int, list[str]] = {}  # a module may know one tensor by several names
         for own, tensor in held.items():
             together.setdefault(id(tensor), []).append(own)
         for own, tensor in held.items():
-            if not isinstance(tensor, Tensor):
-                continue
             names = together[id(tensor)]
             holders = next((tied[stage.stage_index, n] for n in names if (stage.stage_index, n) in tied), ())
             places = {*holders, *((stage.stage_index, n) for n in names)}

@@ -198,9 +198,8 @@ class TransformersPipeline(Pipeline):
 
     def _enter_shell(self) -> None:
         """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""
-        mine: dict[str, nn.Parameter] = {}
-        for name, parameter in self.tensors.all_parameters():
-            mine |= dict.fromkeys((name, *self.tensors.aliases.get(name, ())), parameter)
+        spellings = self.tensors.spellings
+        mine = {spelled: one for name, one in self.tensors.all_parameters() for spelled in spellings(name)}
         for name, parameter in list(self.shell.named_parameters(remove_duplicate=False)):
             owner, _, leaf = name.rpartition(".")
             if name in mine:
