@@ -71,14 +71,13 @@ def adopt(request: Request, ends: Ends) -> Built:
     placement = Placement.of([rank_of.get(index, 0) for index in range(made[0].num_stages)])
     count, ranks = placement.num_stages, placement.num_ranks
     wishes = Wishes(ranks, request.microbatches, request.schedule, num_stages=count, placement=placement)
-    fitting = [*plans(wishes, count)]
-    if not fitting:
+    timelines = [simulate(plan) for plan in plans(wishes, count)]
+    if not timelines:
         raise PlanError(
             f"no schedule {request.schedule!r} for stages placed as {placement.ranks}; schedules place them round the ranks "
             f"(loop: {Placement.loop(ranks, count // ranks).ranks}) or there and back "
             f"(v: {Placement.v(ranks, count // ranks).ranks})"
         )
-    timelines = [simulate(plan) for plan in fitting]
     return Built(made, min(timelines, key=lambda one: (one.makespan, max(one.peak_memory))).plan)
 
 

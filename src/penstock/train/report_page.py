@@ -129,10 +129,8 @@ def _figures(data: dict[str, Value], planned: Timeline, measured: Timeline) -> s
         "step, planned / measured": steps,
         "bubble, planned / measured": f"{percent(planned.bubble_makespan)} / {percent(measured.bubble_makespan)}",
     }
-    listed = "".join(
-        f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures.items()
-    )
-    return f'<dl class="pr-figures">{listed}</dl>'
+    cards = (f'<div class="ps-card"><dt>{word}</dt><dd>{escape(value)}</dd></div>' for word, value in figures.items())
+    return f'<dl class="pr-figures">{"".join(cards)}</dl>'
 
 
 def _card(title: str, inner: str, note: str = "") -> str:
@@ -161,11 +159,10 @@ def _checked(data: dict[str, Value]) -> str:
 
 
 def _table(rows: list[list[str]], *, words: Sequence[int] = ()) -> str:
+    kinds = dict.fromkeys(words, " class=pr-words")
+
     def cells(row: list[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=pr-words' if column in words else ''}>{escape(cell)}</{tag}>"
-            for column, cell in enumerate(row)
-        )
+        return "".join(f"<{tag}{kinds.get(at, '')}>{escape(cell)}</{tag}>" for at, cell in enumerate(row))
 
     head, *rest = rows
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rest)

@@ -95,9 +95,7 @@ class Update:
                 loss = model.step(*args, target=target).loss
                 losses.append(math.nan if loss is None else loss)
         self.scaler.unscale_(rated.optimizer)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if count > 1 and grads:
-            torch._foreach_mul_(grads, 1.0 / count)
+        shrink([p.grad for p in model.parameters() if p.grad is not None], 1.0 / count)
         norm = model.clip_grad_norm_(self.options.clip or math.inf)
         self.set_rate(rated, step)
         self.scaler.step(rated.optimizer)
