@@ -26,11 +26,12 @@ beat.main()
 
 def test_the_heart_of_a_rank_beats_on_a_host_without_ipv6() -> None:
     """It opened a socket of each kind before it looked which of them its peers need. Where the kernel has no IPv6 it ended
-    at once, and nobody heard that the rank was stopped or its host gone."""
+    at once, and nobody heard that the rank was stopped or its host gone. A peer
+    that cannot be reached keeps none from the others."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ear:
         ear.bind(("127.0.0.1", 0))
         ear.settimeout(60.0)
-        task = {"rank": 3, "seconds": 0.1, "peers": [[*ear.getsockname(), "00" * 32]]}
+        task = {"rank": 3, "seconds": 0.1, "peers": [["::1", 9, "00" * 32], [*ear.getsockname(), "00" * 32]]}
         heart = subprocess.Popen([sys.executable, "-c", WITHOUT_IPV6], stdin=subprocess.PIPE)
         assert heart.stdin is not None
         heart.stdin.write(json.dumps(task).encode() + b"\n")

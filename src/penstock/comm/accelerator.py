@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.comm.communicators import Communicator, Maker, Posted, all_at_once
 from penstock.comm.device_wait import wait_for_device
-from penstock.comm.distributed import HOST_TAG, DistributedTransport, last_words, place_in_store
+from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
@@ -62,10 +62,10 @@ class AcceleratorTransport(DistributedTransport):
         self._control = Control(self)
         self.whole: Communicator | None = None  # the communicator of all ranks, where there is but one
 
-    def _in_host_memory(self, group: dist.ProcessGroup | None = None) -> Any:
+    def _in_host_memory(self, group: dist.ProcessGroup | None = None) -> Gloo:
         """A gloo of penstock's own, which all ranks make together, and anew after connections were broken."""
         place = PrefixStore(f"control/{self.generation}", self.place)
-        return dist.ProcessGroupGloo(place, self.rank, self.num_ranks, self.bound)
+        return cast("Gloo", dist.ProcessGroupGloo(place, self.rank, self.num_ranks, self.bound))
 
     def _backend_calls(self, peer: int) -> tuple[Send, Receive]:
         return (  # by whichever gloo is there then: the calls are kept

@@ -54,11 +54,13 @@ def family_of(address: str) -> socket.AddressFamily:
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     process, seconds = os.getppid(), float(task["seconds"])
-    socks = {address: socket.socket(family_of(address), socket.SOCK_DGRAM) for address, _, _ in task["peers"]}
+    socks: dict[str, socket.socket] = {}
     while os.getppid() == process:
         pulse = PULSE.pack(task["rank"], time.monotonic_ns(), state_of(process)[0].encode() or b"-")
         for address, port, key in task["peers"]:
             try:
+                if address not in socks:
+                    socks[address] = socket.socket(family_of(address), socket.SOCK_DGRAM)
                 socks[address].sendto(pulse + sign(bytes.fromhex(key), pulse), socket.MSG_DONTWAIT, (address, port))
             except OSError:
                 continue  # the network is gone, and the silence says so

@@ -13,10 +13,11 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _get_process_group_name
 
 from penstock.comm.farewell import Farewell
@@ -36,6 +37,20 @@ _BREAK_TAG = 0x9E58  # nothing is ever sent under it
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
+
+
+class Gloo(Protocol):
+    """What penstock asks of a gloo, which carries messages in host memory. Its stubs lack the calls."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
 
 class DistributedTransport(Transport):
@@ -101,7 +116,7 @@ class DistributedTransport(Transport):
             transports[kind] = made(group, device=device)
         return transports[kind]
 
-    def _in_host_memory(self, group: dist.ProcessGroup) -> Any:
+    def _in_host_memory(self, group: dist.ProcessGroup) -> Gloo:
         """The gloo that carries messages in host memory."""
         return gloo_of(group, self.place)
 
@@ -323,15 +338,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object:
     return getattr(found, "wrapped_pg", found)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a backend into another
 
 
-def gloo_of(group: dist.ProcessGroup, place: Store) -> Any:
-    """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it. Its stubs lack the calls.
+def gloo_of(group: dist.ProcessGroup, place: Store) -> Gloo:
+    """What carries messages in host memory: the group's own gloo, or one of penstock's own beside it.
 
     Others may keep messages to different ranks in one order, and have no way to end a wait.
     """
     found = backend_of(group, torch.device("cpu"))
-    if isinstance(found, dist.ProcessGroupGloo):
-        return found
-    return dist.ProcessGroupGloo(PrefixStore("control", place), group.rank(), group.size(), timeout_of(found))
+    if not isinstance(found, dist.ProcessGroupGloo):
+        place = PrefixStore("control", place)
+        found = dist.ProcessGroupGloo(place, group.rank(), group.size(), timeout_of(found))
+    return cast("Gloo", found)
 
 
 def timeout_of(backend: object) -> timedelta:
@@ -354,7 +370,7 @@ def place_in_store(folder: str) -> PrefixStore:
     return PrefixStore(folder, _get_default_store())
 
 
-def end_waits(gloo: Any) -> None:
+def end_waits(gloo: Gloo) -> None:
     """A wait of gloo cannot be called back; but one that runs out closes all connections, and with them all waits."""
     for peer in range(gloo.size()):  # one that is closed already lets nothing run out
         try:
