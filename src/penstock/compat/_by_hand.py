@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
-from penstock.compat._orders import of_action, to_op
+from penstock.compat._orders import OPS, of_action
 from penstock.compat._siblings import is_overridden
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._utils import Metas
 from penstock.compat.stage import PipelineStage
 from penstock.errors import StageError
 from penstock.nest import Value
-from penstock.plan import Action, AnyAction, Op
+from penstock.plan import Action, AnyAction, Op, Overlap
 from penstock.plan.actions import peer_of
 from penstock.run.ahead import hear_description
 from penstock.run.binding import TRAIN, Programs
@@ -258,7 +258,7 @@ class HandPrograms(Programs):
         plan = schedule._hand_plan()
         trains = mode in (HAND + TRAIN, HAND + MEET + TRAIN)
         setting = self.proved(plan if trains else plan.forward_only(), self.adapters(), grad=trains)
-        custom = {to_op(kind): handled_by(function) for kind, function in schedule._hand_functions.items()}
+        custom = {OPS.get(kind, Overlap): handled_by(function) for kind, function in schedule._hand_functions.items()}
         setting = replace(setting, handlers=HAND_HANDLERS, custom=custom)
         loops = is_overridden(schedule, "_step_microbatches")
         program = MeetingProgram if mode >= MEET else LoopProgram if loops else HandProgram

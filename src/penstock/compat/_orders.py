@@ -4,7 +4,7 @@
 2SEND_B1
 >>> NamedAction(2, ComputationType.SEND_B, 1) == NamedAction.from_str("2SEND_B1")
 True
->>> to_code(of_code(0x2000023)) == 0x2000023
+>>> packed(named([0x2000023])) == [0x2000023]
 True
 
 Programs build, read and compare these; penstock itself speaks of `Action` and `Overlap`. Messages are put where torch puts
@@ -60,10 +60,9 @@ class ComputationType(StrEnum):
             raise ParseError(f"{action!r} is no kind of action; expected one of {known}") from None
 
 
-_OPS: dict[ComputationType, Op] = {
-    kind: Op[kind.value] for kind in ComputationType if kind is not ComputationType.OVERLAP_F_B
-}
-_KINDS = {op: kind for kind, op in _OPS.items()}
+# What penstock calls each kind of action; an overlapped pair is a type of its own.
+OPS: dict[ComputationType, Op] = {kind: Op[kind] for kind in ComputationType if kind != "OVERLAP_F_B"}
+_KINDS = {op: kind for kind, op in OPS.items()}
 
 
 class NamedAction(NamedTuple):
@@ -85,8 +84,8 @@ class NamedAction(NamedTuple):
 
     @property
     def is_compute_op(self) -> bool:
-        op = to_op(self.computation_type)
-        return not isinstance(op, Op) or op.is_compute
+        op = OPS.get(self.computation_type)
+        return op is None or op.is_compute
 
     @property
     def leaves(self) -> tuple[NamedAction, ...]:
@@ -115,41 +114,23 @@ def of_action(action: AnyAction) -> NamedAction:
     return NamedAction(action.stage, _KINDS[action.op], action.microbatch)
 
 
-def to_op(kind: ComputationType) -> Op | type[Overlap]:
-    """What penstock calls a kind of action."""
-    return Overlap if kind is ComputationType.OVERLAP_F_B else _OPS[kind]
-
-
-def of_code(code: int) -> NamedAction:
-    """A packed action in these words."""
-    return of_action(unpack(code))
-
-
 def to_action(action: NamedAction) -> AnyAction:
+    singles = [Action(OPS[leaf.computation_type], leaf.stage_index, leaf.microbatch_index) for leaf in action.leaves]
     if action.sub_actions is None:
-        return _single(action)
-    if len(action.sub_actions) != 2:
-        raise PlanError(f"{action} overlaps {len(action.sub_actions)} actions; expected a forward and a backward")
-    return Overlap(*map(_single, action.sub_actions))
-
-
-def _single(action: NamedAction) -> Action:
-    return Action(_OPS[action.computation_type], action.stage_index, action.microbatch_index)
-
-
-def to_code(action: NamedAction) -> int:
-    """A named action, packed."""
-    return pack(to_action(action))
+        return singles[0]
+    if len(singles) != 2:
+        raise PlanError(f"{action} overlaps {len(singles)} actions; expected a forward and a backward")
+    return Overlap(*singles)
 
 
 def named(codes: Iterable[int]) -> list[NamedAction | None]:
     """The packed list of a rank in these words."""
-    return [of_code(code) for code in codes]
+    return [of_action(unpack(code)) for code in codes]
 
 
 def packed(actions: Actions) -> list[int]:
     """The list of a rank, packed; idle slots are left out."""
-    return [to_code(action) for action in actions if action is not None]
+    return [pack(to_action(action)) for action in actions if action is not None]
 
 
 def leaves_of(rows: Iterable[Actions]) -> Iterator[NamedAction]:
@@ -170,30 +151,30 @@ def plan_of(order: Order, *, num_microbatches: int, num_stages: int) -> Plan:
     return Plan.of(rows, placement=placement, num_microbatches=num_microbatches)
 
 
-RankOf = Callable[[int], int]
+Mapped = Callable[[int], int]  # to the rank of a stage, or to the stage of a slot
 T = TypeVar("T")
 
 
-def add_send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int) -> OrderDict:
+def add_send_recv(compute_actions: Order, stage_to_rank: Mapped, num_stages: int) -> OrderDict:
     """The order with its messages, for a chain of stages. The one that is given stays as it is. An idle slot: a turn passed up.
 
     >>> rows = ("0F0", "0B0"), ("1F0", "1B0")
     >>> add_send_recv({rank: [*map(NamedAction.from_str, row)] for rank, row in enumerate(rows)}, lambda stage: stage, 2)
     {0: [0F0, 0SEND_F0, 0RECV_B0, 0B0], 1: [1RECV_F0, 1F0, 1B0, 1SEND_B0]}
     """
-    codes = {rank: [action and to_code(action) for action in row] for rank, row in compute_actions.items()}
+    codes = {rank: [action and pack(to_action(action)) for action in row] for rank, row in compute_actions.items()}
     rules = _chain(stage_to_rank, num_stages)
     arrivals, sends = cache(lambda key: tuple(rules.arrivals(key))), cache(rules.sends)
     lists: dict[int, list[int]] = {rank: [] for rank in codes}
     there: dict[int, set[int]] = {rank: set() for rank in codes}  # what has arrived or was computed, as needs
 
     def turn(rank: int, code: int | None, _: int) -> bool:
-        actions = () if code is None else parts(code)
-        for part in actions:
-            if any(need | part & MICROBATCH_FIELD not in there[rank] for need in arrivals(part & KEY)):
-                return False
-        lists[rank] += () if code is None else (code,)
-        for part in actions:
+        if code is None:
+            return True
+        if not there[rank].issuperset(_needs(code, arrivals)):
+            return False
+        lists[rank].append(code)
+        for part in parts(code):
             there[rank].add(with_op(part, Op.I) if part & OP in INPUT_GRADIENTS else part)
             for key in sends(part & KEY):
                 send = key | part & MICROBATCH_FIELD
@@ -211,6 +192,11 @@ def add_send_recv(compute_actions: Order, stage_to_rank: RankOf, num_stages: int
             "action follows what it needs"
         )
     return {rank: named(row) for rank, row in lists.items()}
+
+
+def _needs(code: int, of_key: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """What a packed action needs of its own microbatch, or of their own the parts of a pair; `of_key` says what that is."""
+    return (need | part & MICROBATCH_FIELD for part in parts(code) for need in of_key(part & KEY))
 
 
 def _take_turns(
@@ -233,7 +219,7 @@ def _take_turns(
     return left
 
 
-def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> OrderDict:
+def defer_recv_ops(actions: Order, stage_to_rank: Mapped) -> OrderDict:
     """Move each receive down to the action that uses it; the lower of two ranks still receives before it sends."""
     rows = {rank: packed(row) for rank, row in actions.items()}
     stages = (max(stage_of(part), peer_of(part)) for row in rows.values() for code in row for part in parts(code))
@@ -241,7 +227,7 @@ def defer_recv_ops(actions: Order, stage_to_rank: RankOf) -> OrderDict:
     return {rank: named(_deferred(rank, row, rules)) for rank, row in rows.items()}
 
 
-def _chain(rank_of: RankOf, num_stages: int) -> Rules:
+def _chain(rank_of: Mapped, num_stages: int) -> Rules:
     """What precedes what in a chain of stages with messages."""
     placement = Placement.of([rank_of(stage) for stage in range(num_stages)])
     return Rules(StageGraph.chain(num_stages), placement, lowered=True)
@@ -258,8 +244,7 @@ def _deferred(rank: int, row: Sequence[int], rules: Rules) -> list[int]:
         if code & OP in SENDS and rank < (peer := rank_of(peer_of(code))):
             due = [receive for receive in held if rank_of(peer_of(receive)) == peer]
         else:
-            needs = (need | part & MICROBATCH_FIELD for part in parts(code) for need in rules.arrivals(part & KEY))
-            due = [need for need in needs if need in held]
+            due = [need for need in _needs(code, rules.arrivals) if need in held]
         for receive in due:
             del held[receive]
         lowered += (*due, code)
@@ -284,7 +269,7 @@ def merge_bw(compute_actions: Actions) -> list[NamedAction | None]:
     return named(merge(packed(compute_actions), {leaf.stage_index for leaf in leaves_of([compute_actions])}))
 
 
-def simulate_comms_compute(pipeline_order: Order, stage_to_rank: RankOf, num_stages: int) -> OrderDict:
+def simulate_comms_compute(pipeline_order: Order, stage_to_rank: Mapped, num_stages: int) -> OrderDict:
     """Work through a lowered order in lockstep, one slot an action: which rank does what in which slot, None where it waits.
 
     A rank that waits gets a second chance in the same slot, after all others. penstock's own clock is `penstock.simulate`.
@@ -295,16 +280,15 @@ def simulate_comms_compute(pipeline_order: Order, stage_to_rank: RankOf, num_sta
     done: set[int] = set()
 
     def turn(rank: int, code: int, slot: int) -> bool:
-        for part in parts(code):
-            if any(need | part & MICROBATCH_FIELD not in done for need in rules.needs(part & KEY)):
-                return False
-        slots[rank] += (*[None] * (slot - len(slots[rank])), of_code(code))
+        if not done.issuperset(_needs(code, rules.needs)):
+            return False
+        slots[rank] += (*[None] * (slot - len(slots[rank])), *named([code]))
         for part in parts(code):
             done.update((part, *(with_op(part, half) for half in ROWS[part & OP].halves)))
         return True
 
     if stuck := _take_turns(rows, turn, chances=2):
-        waiting = ", ".join(f"rank {rank} at {of_code(code)}" for rank, code in stuck.items())
+        waiting = ", ".join(f"rank {rank} at {text(code)}" for rank, code in stuck.items())
         raise DeadlockError(f"Schedule is not progressing: {waiting} wait for ever")
     return slots
 
@@ -325,17 +309,15 @@ def validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_m
 
 def format_pipeline_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
     """A table: a row a step, a column a rank."""
-    ranks = sorted(pipeline_order)
-    columns = [[f"Rank {rank}", *(str(action or "") for action in pipeline_order[rank])] for rank in ranks]
+    steps = range(max(map(len, pipeline_order.values()), default=0))
+    digits = len(str(max(len(steps) - 1, 0)))
+    columns = [["", *(f"Step {step:0{digits}}:" for step in steps)]]
+    columns += [[f"Rank {rank}", *(str(one or "") for one in row)] for rank, row in sorted(pipeline_order.items())]
     widths = [max(map(len, column)) for column in columns]
-    rows = list(zip_longest(*columns, fillvalue="")) or [()]
-    digits = len(str(max(len(rows) - 2, 0)))
-    lines = []
-    for step, row in enumerate(rows, -1):
-        head = f"Step {step:0{digits}}:" if step >= 0 else " " * (digits + 6)
-        mark = " <-- ERROR HERE" if step == error_step_number else ""
-        lines.append(" ".join([head, *map(str.ljust, row, widths)]) + mark)
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in zip_longest(*columns, fillvalue="")]
+    if error_step_number is not None and error_step_number in steps:
+        lines[1 + error_step_number] += " <-- ERROR HERE"
+    return "\n".join(lines) + "\n"
 
 
 def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
@@ -348,9 +330,6 @@ def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
                 slot = {"ph": "X", "pid": rank, "tid": rank, "ts": step, "dur": 1}
                 events.append({"name": str(action), "cat": kind, **slot})
     Path(filename).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-
-
-StageOf = Callable[[int], int]
 
 
 def get_warmup_ops(
@@ -373,8 +352,8 @@ def get_1f1b_rank_ops(
     fwd_bwd_ops: int,
     cooldown_ops: int,
     rank: int,
-    forward_stage_index: StageOf,
-    backward_stage_index: StageOf,
+    forward_stage_index: Mapped,
+    backward_stage_index: Mapped,
     num_1f1b_microbatches: int = 0,
     enable_zero_bubble: bool = False,
 ) -> list[NamedAction | None]:
