@@ -47,14 +47,12 @@ def _pairs(output: Value, grad: Value) -> Iterable[tuple[Value, Tensor | None]]:
     if isinstance(output, (Tensor, GradientEdge)):
         if not isinstance(output, Tensor) or output.requires_grad:
             yield output, grad
-    elif isinstance(output, dict):
-        if grad is not None:
-            if output.keys() != grad.keys():
-                raise StageError(
-                    f"an output with the keys {list(output)} and gradients with {list(grad)}; expected the same"
-                )
-            for key, part in output.items():
-                yield from _pairs(part, grad[key])
+    elif isinstance(output, dict) and grad is not None:
+        if output.keys() != grad.keys():
+            raise StageError(
+                f"an output with the keys {list(output)} and gradients with {list(grad)}; expected the same"
+            )
+        yield from _pairs([*output.values()], [grad[key] for key in output])
     elif isinstance(output, (list, tuple)) and grad is not None:
         if len(output) != len(grad):
             raise StageError(f"{len(output)} outputs and {len(grad)} gradients; expected as many")
@@ -83,8 +81,7 @@ def stage_backward_input(
 ) -> tuple[tuple[Tensor | None, ...], list[Group]]:
     """The gradients of the inputs, also added to their `.grad`, and what the weight pass needs."""
     given = [None] * len(stage_outputs_or_loss) if output_grads is None else output_grads
-    both = list(zip(stage_outputs_or_loss, given, strict=True))
-    pairs = [(root, grad) for root, grad in both if not isinstance(root, Tensor) or root.requires_grad]
+    pairs = list(_pairs(list(stage_outputs_or_loss), given))
     roots: list[Any] = [root for root, _ in pairs]
     grads = [torch.ones_like(root) if grad is None else grad for root, grad in pairs]
     inputs = [value for value in input_values if isinstance(value, Tensor) and value.requires_grad]
@@ -101,9 +98,8 @@ def stage_backward_input(
     for group in groups:
         group["grads"] = [noted[joint] for joint in group["intermediates"]]
     for value in inputs:
-        grad = by_input[id(value)]
-        if grad is not None:
-            value.grad = grad if value.grad is None else value.grad + grad
+        if by_input[id(value)] is not None:
+            value.grad = _null_coalesce_accumulate(value.grad, by_input[id(value)])
     return tuple(by_input.get(id(value)) for value in input_values), groups
 
 
@@ -161,15 +157,11 @@ def _groups(roots: list[Node], inputs: list[Node], weights: list[Tensor]) -> lis
         if node not in users and node not in roots:
             continue
         joints = _reached([node], lambda node: () if node in path else users.get(node, ())) & path
-        group: Group = {"params": [weight], "intermediates": list(joints)}
-        apart = []
-        for other in groups:
-            if joints.isdisjoint(other["intermediates"]):
-                apart.append(other)
-            else:
-                group["params"] = other["params"] + group["params"]
-                group["intermediates"] = list(dict.fromkeys(other["intermediates"] + group["intermediates"]))
-        groups = [*apart, group]
+        met = [group for group in groups if not joints.isdisjoint(group["intermediates"])]
+        groups = [group for group in groups if joints.isdisjoint(group["intermediates"])]
+        params = [param for group in met for param in group["params"]]
+        others = [joint for group in met for joint in group["intermediates"]]
+        groups.append({"params": [*params, weight], "intermediates": [*dict.fromkeys([*others, *joints])]})
     return groups
 
 
