@@ -198,10 +198,8 @@ class MeetingProgram(LoopProgram):
 
 
 def _care(program: HandProgram, action: Action) -> Call:
-    schedule, run = program.schedule, program.runs[action.stage]
-    if action.op is Op.REDUCE_GRAD:
-        return run.reduce_grad
-    return partial(schedule._unshard if action.op is Op.UNSHARD else schedule._reshard, run.stage)
+    run = program.runs[action.stage]
+    return {Op.UNSHARD: run.unshard, Op.RESHARD: run.reshard, Op.REDUCE_GRAD: run.reduce_grad}[action.op]
 
 
 HAND_HANDLERS: Handlers = {**HANDLERS, **dict.fromkeys((Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD), _care)}

@@ -53,8 +53,8 @@ class HandBox:
 
     def __init__(self, op: Op, run: HandRun, channel: Channel, program: HandProgram) -> None:
         self.op, self.run, self.program, self._channel = op, run, program, channel
-        schedule = program.schedule
-        self.posted = {Op.RECV_F: schedule.fwd_recv_ops, Op.RECV_B: schedule.bwd_recv_ops}.get(op)
+        received = {Op.RECV_F: program.schedule.fwd_recv_ops, Op.RECV_B: program.schedule.bwd_recv_ops}
+        self.posted = received.get(op, {})  # by stage and microbatch; sends are kept by the channel
 
     @property
     def channel(self) -> Channel | None:
@@ -62,8 +62,8 @@ class HandBox:
         return self._channel if self.program.known else None
 
     def post(self, microbatch: int) -> None:
-        channel, stage = self._channel, self.run.stage
-        if self.posted is not None:
+        channel, stage, sends = self._channel, self.run.stage, self.op.row.sends
+        if not sends:
             infos = stage.args_recv_info if self.op is Op.RECV_F else stage.grad_recv_info
             stage._with_buffers(infos.get(microbatch, ()))
         ops = getattr(stage, ASK[self.op])(microbatch)
@@ -72,7 +72,7 @@ class HandBox:
             works = batch_p2p(ops)
         except RuntimeError as error:
             channel.fail(error)
-        if self.posted is not None:
+        if not sends:
             self.posted[stage.stage_index, microbatch] = works
             return
         channel.sent.extend(works)
@@ -109,14 +109,11 @@ class HandBox:
         return (self.op.name, microbatch) in self.run.stage._posted
 
     def pending(self) -> list[Work]:
-        if self.posted is None:
-            return []
         mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]
         return [work for key in mine for work in self.posted.pop(key)]
 
     def clear(self) -> None:
-        if self.posted is not None:
-            self.posted.clear()
+        self.posted.clear()
 
 
 class HandRun:
@@ -189,6 +186,16 @@ class HandRun:
         """W."""
         self.stage.backward_weight_one_chunk(microbatch, last_backward=self.count())
 
+    def unshard(self) -> None:
+        if self.stage._adapter.sharded:
+            self.stage._adapter.unshard()
+            self.program.schedule.unsharded_stages.add(self.stage.stage_index)
+
+    def reshard(self) -> None:
+        if self.stage._adapter.sharded:
+            self.stage._adapter.reshard()
+            self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
+
     def reduce_grad(self) -> None:
         stage, schedule = self.stage, self.program.schedule
         factor = schedule.num_microbatches if schedule.scale_grads else 1
@@ -200,14 +207,13 @@ class HandRun:
 
     def arrived(self, op: Op, microbatch: int, what: str) -> None:
         """Wait for what this stage needs."""
-        index, schedule = self.stage.stage_index, self.program.schedule
-        posted = schedule.fwd_recv_ops if op is Op.RECV_F else schedule.bwd_recv_ops
-        box, works = self.program.by_op.get((op, index)), posted.pop((index, microbatch), None)
-        if box is None or works is None:
+        index = self.stage.stage_index
+        box = self.program.by_op.get((op, index))
+        if box is None or (index, microbatch) not in box.posted:
             raise RunError(
                 f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
             )
-        box.wait(works)
+        box.wait(box.posted.pop((index, microbatch)))
 
     def count(self) -> bool:
         """Count a backward of the stage; whether it was the last."""

@@ -111,7 +111,10 @@ class _PipelineSchedule(Parts):
 
     @property
     def _trains(self) -> bool:
-        return self._has_backward
+        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
+        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
+
+    _has_backward = property(lambda self: self._trains, lambda self, wanted: setattr(self, "_backward_wanted", wanted))
 
     def _check_target(self, target: Value) -> None:
         """Torch's programs may give a target to a schedule without a loss, which is then not looked at."""
@@ -178,7 +181,7 @@ class _PipelineSchedule(Parts):
         if not is_overridden(self, "step"):
             args, options = self._joined(args, options)
             return super().eval(*args, **options)
-        wanted, self._has_backward = self._backward_wanted, False
+        wanted, self._backward_wanted = self._backward_wanted, False
         try:
             return self.step(*args, **options)
         finally:
@@ -284,9 +287,9 @@ class _PipelineSchedule(Parts):
         loss_kwargs: Value = None,
     ) -> tuple[bool, bool]:
         """Likewise; what is initialized afterwards."""
-        if not fwd_initialized or bwd_initialized != self._has_backward:
+        if not fwd_initialized or bwd_initialized != self._trains:
             self._initialize_stages(args, kwargs, target, loss_kwargs)
-        return True, self._has_backward
+        return True, self._trains
 
     def _meet(self, inputs: StepInputs) -> None:
         """What comes before the first microbatch of a step, and no more."""
@@ -304,15 +307,6 @@ class _PipelineSchedule(Parts):
     _backward_wanted: bool | None = None
     _knows_shapes = False  # a program has seen to it that the stages know their shapes
 
-    @property
-    def _has_backward(self) -> bool:
-        """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
-        return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
-
-    @_has_backward.setter
-    def _has_backward(self, wanted: bool) -> None:
-        self._backward_wanted = wanted
-
     # -- before the first microbatch: the stages learn what they receive
 
     def _prepare_forward(self, stage: _PipelineStageBase, handed: Value, context: PipelineContext) -> None:
@@ -322,11 +316,11 @@ class _PipelineSchedule(Parts):
         stage._model_args = args
         if not self._knows_shapes:
             given = args if stage.is_first else handed
-            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._has_backward)
+            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._trains)
 
     def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
         received: object = None
-        for stage in reversed(self.stages) if self._has_backward and not self._knows_shapes else ():
+        for stage in reversed(self.stages) if self._trains and not self._knows_shapes else ():
             received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
                 self.num_microbatches,
                 loss_fn=self.loss_fn,
@@ -355,16 +349,15 @@ class _PipelineSchedule(Parts):
         known = vars(self).get("_programs", {}).values()
         return {one.setting.grad for one in known if isinstance(one, HandProgram) and one.saved}
 
-    @property
-    def _stages_forward_initialized(self) -> bool:
-        """Whether some steps begin at once: programs ask, since torch's stages run their module once more before others. A
-        program that has seen to that itself sets it; one that sets it to False has stages that are driven by hand learn their
-        shapes again, which they do by themselves when the shape of the input changes.
-        """
-        return bool(self._ready_modes())
+    def _ready_with_backward(self) -> bool | Both:
+        """Programs compare it with whether the next step has a backward; if not equal, torch's stages learn their shapes anew."""
+        ready = self._ready_modes()
+        return Both() if len(ready) == 2 else True in ready
 
-    @_stages_forward_initialized.setter
-    def _stages_forward_initialized(self, known: bool) -> None:
+    def _set_ready(self, known: bool) -> None:
+        """A program that has seen to the shapes itself says so. One that says the contrary has stages that are driven by hand
+        learn their shapes again, which they do by themselves when the shape of the input changes.
+        """
         self._knows_shapes = known
         if not known:
             for stage in self.stages:
@@ -373,16 +366,9 @@ class _PipelineSchedule(Parts):
                 if isinstance(program, HandProgram):
                     program.saved.clear()
 
-    @property
-    def _stages_backward_initialized(self) -> bool | Both:
-        """Programs compare it with whether the next step has a backward; if not equal, torch's stages learn their shapes anew."""
-        ready = self._ready_modes()
-        return Both() if len(ready) == 2 else True in ready
-
-    @_stages_backward_initialized.setter
-    def _stages_backward_initialized(self, known: bool) -> None:
-        self._stages_forward_initialized = known
-
+    # Whether some steps begin at once: programs ask, since torch's stages run their module once more before others.
+    _stages_forward_initialized = property(lambda self: bool(self._ready_modes()), _set_ready)
+    _stages_backward_initialized = property(_ready_with_backward, _set_ready)
     _stage_forward_initialized, _stage_backward_initialized = _stages_forward_initialized, _stages_backward_initialized
 
     def _validate_adjacent_stage_communication(self) -> None:
@@ -401,16 +387,6 @@ class _PipelineSchedule(Parts):
                 )
 
     # -- parameters that are sharded
-
-    def _unshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter.sharded:
-            stage._adapter.unshard()
-            self.unsharded_stages.add(stage.stage_index)
-
-    def _reshard(self, stage: _PipelineStageBase) -> None:
-        if stage._adapter.sharded:
-            stage._adapter.reshard()
-            self.unsharded_stages.discard(stage.stage_index)
 
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
         """A function that computes by itself asks here whether the parameters of its stage are gathered."""
