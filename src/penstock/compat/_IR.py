@@ -83,20 +83,19 @@ class _PipelineStage(CapturedStage, PipelineStage):
         nodes: list[fx.Node] = list(self.pipe_info.graph.nodes)
         return next(node for node in nodes if node.target == self.name)
 
-    @property
-    def submod_to_stage_index(self) -> dict[str, int]:
-        return {get_submod_name(stage): stage for stage in range(self.num_stages)}
+    submod_to_stage_index = cached_property[dict[str, int]](
+        lambda self: {get_submod_name(stage): stage for stage in range(self.num_stages)}
+    )
 
     def _move_submod_to_device(self) -> None:
         self.submod.to(self.device)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
         """The stage of that name."""
-        found = self.submod_to_stage_index.get(submod_name)
-        if found is None:
-            last = get_submod_name(self.num_stages - 1)
-            raise CaptureError(f"no stage is called {submod_name!r}; expected {get_submod_name(0)} to {last}")
-        return found
+        names = self.submod_to_stage_index
+        if submod_name not in names:
+            raise CaptureError(f"no stage is called {submod_name!r}; expected one of {', '.join(names)}")
+        return names[submod_name]
 
     def find_dst_rank(self, user: object) -> int | None:
         """The stage that a user of a value belongs to; None for what is no stage."""

@@ -98,12 +98,10 @@ def _put_on_path(*first: str) -> None:
 def _bind(package: ModuleType | None) -> None:
     """Make the attribute of torch.distributed say the same as the import."""
     parent = sys.modules.get("torch.distributed")
-    if parent is None:
-        return
-    if package is not None:
-        parent.pipelining = package  # type: ignore[attr-defined]
-    elif hasattr(parent, "pipelining"):
-        del parent.pipelining
+    if parent is not None:
+        vars(parent).pop("pipelining", None)
+        if package is not None:
+            parent.pipelining = package  # type: ignore[attr-defined]
 
 
 def _holders() -> list[str]:

@@ -229,7 +229,7 @@ class Exchange(PipelineStage):
         """What is sent must fit the buffer at the other end."""
         metas = self._stage_meta.outputs
         meta = metas[place] if metas is not None and place < len(metas) else None
-        found = () if meta is None else meta.get_diff(extract_tensor_meta(output))
+        found = () if meta is None else meta.get_diff(output)
         if diffs := [diff for diff in found if diff.startswith(("shape", "dtype"))]:
             text = f"output {place} of stage {self.stage_index}: {'; '.join(diffs)}"
             raise ShapeError(f"{text}; the next stage expects what it got in the first step")
@@ -248,15 +248,14 @@ class Exchange(PipelineStage):
                 zeros = torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=self.device) if grad is None else grad
                 ops.append(self._op(wire(dense(zeros.detach())), stage, sends=True))
             elif grad is not None:
-                where = (
-                    f"stage {self.stage_index}, microbatch {bwd_chunk_id}: the gradient of input {place} is there, and"
-                )
-                raise ShapeError(
-                    f"{where} no stage is to have it; expected none"
-                    if stage is None
-                    else f"{where} the stage before has no buffer for it. DTensor grad metadata cannot be derived from the "
-                    "activation, whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
-                )
+                why = "no stage is to have it; expected none"
+                if stage is not None:
+                    why = (
+                        "the stage before has no buffer for it. DTensor grad metadata cannot be derived from the activation, "
+                        "whose gradient may be spread otherwise; write PipelineStage(..., input_grads=...)"
+                    )
+                where = f"stage {self.stage_index}, microbatch {bwd_chunk_id}"
+                raise ShapeError(f"{where}: the gradient of input {place} is there, and {why}")
         self._posted.add(("SEND_B", bwd_chunk_id))
         return ops
 

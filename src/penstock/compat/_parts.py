@@ -115,7 +115,7 @@ class Parts(Schedule):
 
         Programs that only want to look make the object without its constructor and set the sizes on it.
         """
-        if "stages" in vars(self) and "_binding" in vars(self):
+        if "_binding" in vars(self):
             return (Parts._get_pipeline_order(self) or {})[rank]
         return named(self._made(self.recipe or "").codes[rank])
 

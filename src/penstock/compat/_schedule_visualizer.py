@@ -16,7 +16,6 @@ from penstock.compat._orders import NamedAction, leaves_of, plan_of
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
 from penstock.compat.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
-from penstock.compat.schedules import _PipelineScheduleRuntime as Runtime
 from penstock.errors import PlanError
 from penstock.show import to_svg
 from penstock.simulate import Costs, Timeline, simulate
@@ -46,16 +45,15 @@ def get_schedule_ops(
         raise AssertionError(
             f"{per_rank} stages a rank under {kind.__name__}; expected {'2 or more' if several else '1'}"
         )
-    make: Any = kind
     sizes = {"group_rank": 0, "group_size": pp_degree, "num_stages": pp_degree * per_rank}
     # As much of a stage as a schedule looks at.
-    place = SimpleNamespace(submod=None, group=None, stage_index=0, **sizes)
-    stages: Any = [place] * per_rank
-    order = make(stages if several else stages[0], num_microbatches).pipeline_order
+    place: Any = SimpleNamespace(submod=None, group=None, stage_index=0, **sizes)
+    made = kind([place] * per_rank if several else place, num_microbatches)
+    order = made.pipeline_order
     if with_comms:
-        runtime = Runtime(stages, num_microbatches, defer_pp_recv=defer_pp_recv)
-        runtime._prepare_schedule_with_comms(order)
-        order = runtime.pipeline_order_with_comms
+        made._defer_pp_recv = defer_pp_recv
+        made._prepare_schedule_with_comms(order)
+        order = made.pipeline_order_with_comms
     rows = [list(order[rank]) for rank in range(pp_degree)]
     return add_schedule_op_spacing(rows) if add_spacing else rows
 

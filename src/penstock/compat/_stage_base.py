@@ -42,10 +42,6 @@ _BACKWARDS = (
 """A program that has one of these of its own must not have weight work hidden from it."""
 
 
-class Rest(partial[object]):
-    """What is left of a backward of penstock's: it is told whether it is the last, which a function of the user's is not."""
-
-
 class _PipelineStageBase(Exchange):
     """The base of all stages. A subclass that calls no constructor sets at least `submod`, `num_stages`, `group_size`,
     `group_rank` and `group`; that is enough to build a schedule and to read its order.
@@ -145,15 +141,15 @@ class _PipelineStageBase(Exchange):
         known = self._stage_meta.inputs
         self.bwd_cache[bwd_chunk_id] = found if known is None else found[: len(known)]
 
-    def _backward_input(self, request: dict[str, object], last_backward: bool) -> tuple[Grads, Rest]:
+    def _backward_input(self, request: dict[str, object], last_backward: bool) -> tuple[Grads, Callable[..., object]]:
         """The gradients of the inputs, and what does the weights' part. The first stage has nothing to hurry for."""
         if self.is_first and "pending" not in request:
-            return (), Rest(self.backward_maybe_with_nosync, "full", request)
+            return (), partial(self.backward_maybe_with_nosync, "full", request)
         if isinstance(request["stage_output"], Tensor):
             request["stage_output"] = (request["stage_output"],)
         found, groups = self.backward_maybe_with_nosync("input", request, last_backward=last_backward)
         rest = request if "pending" in request else {"stage_output": request["stage_output"], "param_groups": groups}
-        return found, Rest(self.backward_maybe_with_nosync, "weight", rest)
+        return found, partial(self.backward_maybe_with_nosync, "weight", rest)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weights' part of a backward that was split."""
@@ -165,7 +161,8 @@ class _PipelineStageBase(Exchange):
                 "backward_one_chunk(..., full_backward=False) for it before, and this once"
             )
         runner = self.dw_runner.pop(bwd_chunk_id)
-        runner(**({"last_backward": last_backward} if isinstance(runner, Rest) else {}))
+        # What is left of a backward of penstock's is told whether it is the last, a function of the user's is not.
+        runner(**({"last_backward": last_backward} if self.dw_builder is None else {}))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -70,8 +70,10 @@ class _TensorMeta:
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
-    def get_diff(self, other: _TensorMeta) -> list[str]:
+    def get_diff(self, other: _TensorMeta | Tensor) -> list[str]:
         """What differs, in words. Whether a gradient is wanted depends on the step, and does not count."""
+        if isinstance(other, Tensor):
+            other = extract_tensor_meta(other)
         if type(self) is not type(other):
             return [f"type mismatch: expected {_kind(self)}, got {_kind(other)}"]
         names = [field.name for field in fields(self) if field.name != "requires_grad"]
@@ -299,18 +301,22 @@ def validate_metadata(
     desc: str, expected: _TensorMeta, actual: Value, *, raise_on_mismatch: bool = False, warn_on_mismatch: bool = False
 ) -> list[str]:
     """Compare a tensor, or what is known of it, with what was expected; the differences in words."""
-    diffs = expected.get_diff(extract_tensor_meta(actual) if isinstance(actual, Tensor) else actual)
-    if diffs and raise_on_mismatch:
-        raise ShapeError(f"{desc}: {'; '.join(diffs)}")
-    if diffs and warn_on_mismatch:
-        warnings.warn(f"{desc}: Metadata mismatch, what was found holds: {'; '.join(diffs)}", UserWarning, stacklevel=2)
+    diffs = expected.get_diff(actual)
+    _judge([f"{desc}: {diff}" for diff in diffs], raises=raise_on_mismatch, warns=warn_on_mismatch)
     return diffs
+
+
+def _judge(problems: Sequence[str], *, raises: bool, warns: bool) -> None:
+    if problems and raises:
+        raise ShapeError("; ".join(problems))
+    if problems and warns:
+        warnings.warn(f"Metadata mismatch, what was found holds: {'; '.join(problems)}", UserWarning, stacklevel=3)
 
 
 def validate_tensors_metadata(
     desc: str,
     expected: Sequence[_TensorMeta | None],
-    actual: Sequence[object],
+    actual: Sequence[Any],
     *,
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
@@ -325,12 +331,8 @@ def validate_tensors_metadata(
                 what = "missing" if tensor is None else "there, where none was expected"
                 problems.append(f"{desc}[{place}] is {what}")
             elif meta is not None:
-                found: Any = extract_tensor_meta(tensor) if isinstance(tensor, Tensor) else tensor
-                problems += [f"{desc}[{place}]: {diff}" for diff in meta.get_diff(found)]
-    if problems and raise_on_mismatch:
-        raise ShapeError("; ".join(problems))
-    if problems and warn_on_mismatch:
-        warnings.warn(f"Metadata mismatch, what was found holds: {'; '.join(problems)}", UserWarning, stacklevel=2)
+                problems += [f"{desc}[{place}]: {diff}" for diff in meta.get_diff(tensor)]
+    _judge(problems, raises=raise_on_mismatch, warns=warn_on_mismatch)
     return problems
 
 

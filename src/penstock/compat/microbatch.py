@@ -50,6 +50,5 @@ def _shard_dict_of_args(
 def _split_block_mask(block_mask: Value, num_chunks: int) -> list[Value]:
     """Cut the block mask of flex attention along its batch; one that holds for every row goes to every microbatch."""
     size = block_mask_batch(block_mask)
-    if size == 1:
-        return [block_mask] * num_chunks
-    return list(split_block_mask(block_mask, microbatch_sizes(size, num_chunks)))
+    sizes = [1] * num_chunks if size == 1 else microbatch_sizes(size, num_chunks)
+    return list(split_block_mask(block_mask, sizes))

@@ -19,7 +19,6 @@ from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.errors import UnknownNameError
 from penstock.nest import Value
-from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 
 F = FORWARD = _ComputationType.FORWARD
 I = BACKWARD_INPUT = _ComputationType.BACKWARD_INPUT  # noqa: E741  the letter is the vocabulary of the field
@@ -52,7 +51,7 @@ _DEFAULTS |= dict.fromkeys(("stage", "stages", "n_microbatches"), Parameter.empt
 
 
 def _taking(names: str) -> Callable[[Callable[..., None]], Any]:
-    """A constructor that takes these parameters by position too, in this order, as torch's does. It gets all of them by name."""
+    """A constructor that takes these parameters by position too, in this order, as torch's does. It gets them by name."""
     kind = Parameter.POSITIONAL_OR_KEYWORD
     known = [Parameter(name, kind, default=_DEFAULTS.get(name)) for name in names.split()]
     first, others = Parameter("self", Parameter.POSITIONAL_ONLY), Parameter("options", Parameter.VAR_KEYWORD)
@@ -61,10 +60,8 @@ def _taking(names: str) -> Callable[[Callable[..., None]], Any]:
     def taking(init: Callable[..., None]) -> Callable[..., None]:
         @wraps(init)
         def by_name(*args: object, **options: object) -> None:
-            given = signature.bind(*args, **options)
-            given.apply_defaults()
-            this, options = given.arguments.pop("self"), given.arguments.pop("options")
-            init(this, **given.arguments, **options)
+            given = signature.bind(*args, **options).arguments
+            init(given.pop("self"), **given.pop("options", {}), **given)
 
         by_name.__signature__ = signature  # type: ignore[attr-defined]
         return by_name
@@ -79,13 +76,7 @@ class PipelineScheduleSingle(_PipelineSchedule, run.PipelineScheduleSingle):
     def __init__(self, **options: Value) -> None:
         super().__init__(**options)
 
-    @property
-    def _stage(self) -> CoreStage:
-        return self.stages[0]
-
-    @_stage.setter
-    def _stage(self, stage: CoreStage) -> None:
-        self._stages = [stage]
+    _stage = property(lambda self: self.stages[0], lambda self, stage: setattr(self, "_stages", [stage]))
 
 
 class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
@@ -97,7 +88,7 @@ class PipelineScheduleMulti(_PipelineSchedule, run.PipelineScheduleMulti):
         "stages n_microbatches loss_fn args_chunk_spec kwargs_chunk_spec output_merge_spec use_full_backward scale_grads "
         "backward_requires_autograd"
     )
-    def __init__(self, use_full_backward: bool | None, **options: Value) -> None:
+    def __init__(self, use_full_backward: bool | None = None, **options: Value) -> None:
         super().__init__(**options)
         self.use_full_backward = use_full_backward
 
