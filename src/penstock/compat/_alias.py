@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -27,9 +26,7 @@ STARTUP = str(Path(__file__).resolve().parent / "startup")
 class _Alias(MetaPathFinder, Loader):
     """Finds penstock's modules under torch's names, and puts them where the import system looks for its result."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not is_aliased(fullname) or importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
             return None
         return ModuleSpec(fullname, self, is_package=fullname == TORCH)

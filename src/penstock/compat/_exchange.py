@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -57,7 +56,6 @@ class Exchange(PipelineStage):
     has_backward = False  # whether gradients are wanted; a schedule with a loss says so
     _runtime_validate = False  # check every tensor against what came before; each rank decides that for itself
     _model_args: tuple[Value, ...] = ()  # the model's arguments, for stages that read some of them
-    _heard: Mapping[int, Metas | None] = MappingProxyType({})  # what earlier stages have said of their outputs
     _hears_all = False  # whether all stages that read an output send a gradient back, or the first of them alone
     _splits = True  # whether the backward of some microbatch may come in two parts
     _in_step = False  # within a step of a schedule, which has scaled the loss and reduces by itself
@@ -82,6 +80,8 @@ class Exchange(PipelineStage):
     act_send_info = cached_property[dict[int, list[int | None]]](lambda _: {})
     grad_recv_info = cached_property[dict[int, tuple[RecvInfo, ...]]](lambda _: {})
 
+    # What earlier stages have said of their outputs.
+    _heard = cached_property[Mapping[int, Metas | None]](lambda _: {})
     # What is known of the tensors of this stage. Programs reset its fields to None when shapes change.
     _stage_meta = cached_property[_StageMeta](lambda _: _StageMeta())
     # What the user gave when the stage was made; likewise.
@@ -157,9 +157,9 @@ class Exchange(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""
-        for cache in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending, self._posted):
+        caches = self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending, self._posted, self.output_chunks
+        for cache in caches:
             cache.clear()
-        self.output_chunks.clear()
         self._deferral.reset() if "_deferral" in self.__dict__ else None
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in infos or ():

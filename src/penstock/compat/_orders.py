@@ -73,14 +73,11 @@ class NamedAction(NamedTuple):
     microbatch_index: int | None = None
     sub_actions: tuple[NamedAction, ...] | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         kind = self.computation_type.value
         if self.sub_actions is not None:
             return f"({';'.join(map(str, self.sub_actions))}){kind}"
         return f"{self.stage_index}{kind}{'' if self.microbatch_index is None else self.microbatch_index}"
-
-    def __repr__(self) -> str:
-        return str(self)
 
     @property
     def is_compute_op(self) -> bool:
@@ -322,13 +319,12 @@ def format_pipeline_order(pipeline_order: Order, error_step_number: int | None =
 
 def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
     """Write an order, a slot a microsecond, as a trace that chrome://tracing and Perfetto show."""
+    slots = ((rank, step, action) for rank in sorted(schedule) for step, action in enumerate(schedule[rank]) if action)
     events = []
-    for rank in sorted(schedule):
-        for step, action in enumerate(schedule[rank]):
-            if action is not None:
-                kind = "computation" if action.is_compute_op else "communication"
-                slot = {"ph": "X", "pid": rank, "tid": rank, "ts": step, "dur": 1}
-                events.append({"name": str(action), "cat": kind, **slot})
+    for rank, step, action in slots:
+        kind = "computation" if action.is_compute_op else "communication"
+        place = {"pid": rank, "tid": rank, "ts": step, "dur": 1}
+        events.append({"name": str(action), "cat": kind, "ph": "X", **place})
     Path(filename).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

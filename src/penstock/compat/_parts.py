@@ -23,6 +23,7 @@ from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_c
 from penstock.compat import _orders as passes
 from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, named, plan_of
 from penstock.compat._siblings import is_overridden
+from penstock.compat._utils import generate_stage_to_rank_mapping
 from penstock.errors import IncompleteError, PlanError, RunError, SplitError
 from penstock.nest import Value
 from penstock.plan import Plan
@@ -149,14 +150,9 @@ class Parts(Schedule):
     @cached_property
     def stage_index_to_group_rank(self) -> dict[int, int]:
         """Which rank holds which stage, as far as it is known without a plan. A program that knows better sets it."""
-        size = self.pp_group_size
-        per_rank, rest = divmod(self._num_stages, size)
-        if self._given_plan is not None:
-            return dict(enumerate(self._given_plan.placement.ranks))
-        if self.recipe is None or rest:
-            return {stage: stage % size for stage in range(self._num_stages)}
-        recipe = get_schedule(self.recipe)
-        return dict(enumerate(recipe.place(recipe.sizes(size, self.num_microbatches, per_rank)).ranks))
+        if self._given_plan is None and (self.recipe is None or self._num_stages % self.pp_group_size):
+            return generate_stage_to_rank_mapping(self.pp_group_size, self._num_stages)
+        return dict(enumerate(super().make_plan().placement.ranks))
 
     def _tell_stages(self) -> None:
         for stage in self.stages:
@@ -173,15 +169,14 @@ class Parts(Schedule):
         _check_format(format)
         for rank, row in actions.items():
             for at, action in enumerate(row):
+                where = f"rank {rank}, position {at}"
                 if format == "compute_only" and action is not None and not action.is_compute_op:
                     raise PlanError(
-                        f"rank {rank}, position {at}: {action} is no computation; give compute_only orders without messages, "
-                        "or write format='compute_comms'"
+                        f"{where}: {action} is no computation; give compute_only orders without messages, or write "
+                        "format='compute_comms'"
                     )
                 if format == "compute_comms" and action is None:
-                    raise IncompleteError(
-                        f"rank {rank}, position {at} is idle; a compute_comms order has no idle slots"
-                    )
+                    raise IncompleteError(f"{where} is idle; a compute_comms order has no idle slots")
         self._validate_and_set_stage_mapping(actions)
         if format == "compute_comms":
             self.pipeline_order_with_comms = {rank: list(row) for rank, row in actions.items()}

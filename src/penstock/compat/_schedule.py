@@ -248,16 +248,14 @@ class _PipelineSchedule(Parts):
     def _begin_step(self, inputs: StepInputs) -> None:
         """Of stages that are driven by hand."""
         self._loss_weights = inputs.weights
-        self._internal_losses.clear()
-        self.backward_counter.clear()
-        self.unsharded_stages.clear()
+        for kept in (self._internal_losses, self.backward_counter, self.unsharded_stages):
+            kept.clear()
         self._tell_stages()
 
     def _end_step(self) -> None:
         self._loss_weights = None
-        self._internal_losses.clear()
-        self.fwd_recv_ops.clear()
-        self.bwd_recv_ops.clear()
+        for kept in (self._internal_losses, self.fwd_recv_ops, self.bwd_recv_ops):
+            kept.clear()
         for stage in self._drivable():
             stage._end_step()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
 from collections.abc import Callable
 from functools import cache
@@ -46,9 +47,7 @@ def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
                     return inside[known]
         source, imports = ("", {}) if name.startswith("__") else _torchs(short)
         if name in imports:
-            home, inner = imports[name]
-            found = importlib.import_module(home)
-            return found if inner is None else getattr(found, inner)
+            return pkgutil.resolve_name(imports[name])
         if re.search(rf"^(?:def |class )?{name}\b", source, re.MULTILINE):
             return _refusal(f"{module}.{name} is inside torch's own functions; {_INSTEAD.get(short, _CAPTURES)}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -57,20 +56,18 @@ def found_in(module: str, *rooms: str) -> Callable[[str], Any]:
 
 
 @cache
-def _torchs(short: str) -> tuple[str, dict[str, tuple[str, str | None]]]:
-    """A module of torch's: its text, and by name what it imports, the module that has it and its name there; None for a module
-    itself.
-    """
+def _torchs(short: str) -> tuple[str, dict[str, str]]:
+    """A module of torch's: its text, and where it imports each name from, as `pkgutil.resolve_name` takes it."""
     file = Path(torch.__file__).parent / "distributed" / "pipelining" / f"{short}.py"
     source = file.read_text(encoding="utf-8")
-    found: dict[str, tuple[str, str | None]] = {}
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update({alias.asname or alias.name: (alias.name, None) for alias in node.names})
+            found.update({alias.asname or alias.name: alias.name for alias in node.names})
         elif isinstance(node, ast.ImportFrom):
             home = f"{TORCHS}.{node.module}" if node.level else str(node.module)
             home = home.replace(TORCHS, "penstock.compat")
-            found.update({alias.asname or alias.name: (home, alias.name) for alias in node.names})
+            found.update({alias.asname or alias.name: f"{home}:{alias.name}" for alias in node.names})
     return source, found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -256,10 +256,8 @@ def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> Ten
 def _derive_grad_metas(tensor_metas: Metas) -> Metas:
     """What the gradients of these tensors look like, as far as that can be told: not for DTensors."""
     return tuple(
-        _TensorMeta(m.shape, m.stride, m.dtype, False)
-        if m is not None and not isinstance(m, _DTensorMeta) and m.requires_grad
-        else None
-        for m in tensor_metas
+        replace(meta, requires_grad=False) if type(meta) is _TensorMeta and meta.requires_grad else None
+        for meta in tensor_metas
     )
 
 

@@ -103,20 +103,20 @@ class PipelineStage(_PipelineStageBase):
     ) -> _StageForwardMeta:
         """What `_prepare_forward_infra` does first: find out what comes in and goes out. Programs put something around it."""
         user = self._user_meta
+        example = as_tuple(() if args is None else args) if self.is_first else None
         found: Metas | None = args.forward_metas if isinstance(args, _StageForwardMeta) else args
         if self.is_first:
-            found = extract_tensor_metas(as_tuple(args if args is not None else ()), allow_none=True)
+            found = extract_tensor_metas(example, allow_none=True)
         elif self._heard:
             sources = self._sources(len(self._heard.get(self.stage_index - 1) or ()))
             found = tuple((self._heard[source] or ())[place] for source, place in sources)
         if user.inputs is not None and found:
             validate_tensors_metadata(f"stage {self.stage_index}, input_args and what it gets", user.inputs, found)
         inputs = found if found or user.inputs is None else user.inputs
-        self._mesh_cache.update_from_tensors(as_tuple(args) if self.is_first else ())
+        self._mesh_cache.update_from_tensors(example or ())
         outputs = self._with_gradients(inputs) if has_backward else user.outputs
         self._stage_meta = _StageMeta(inputs, outputs, user.input_grads, user.output_grads)
         if user.outputs is None:
-            example = as_tuple(args) if self.is_first else None
             self._configure_outputs_meta(self._shape_inference(example, kwargs))
         return _StageForwardMeta(self._stage_meta.outputs or ())
 
