@@ -189,9 +189,7 @@ class Pipe(capture.Pipe):
     ) -> Self:
         """Capture a model for the example with which it was exported."""
         if exported_program.example_inputs is None:
-            raise CaptureError(
-                "the exported program holds no example inputs; use Pipe.from_tracing(model, example_args)"
-            )
+            raise CaptureError("the exported program has no example inputs; use Pipe.from_tracing(model, example_args)")
         args, kwargs = exported_program.example_inputs
         specs = {"multi_use_param_spec": multi_use_param_spec, "output_loss_value_spec": output_loss_value_spec}
         return cls.from_tracing(mod, args, kwargs, split_policy, **specs)

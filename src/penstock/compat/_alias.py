@@ -44,15 +44,11 @@ def is_aliased(name: str) -> bool:
     return name == TORCH or name.startswith(TORCH + ".")
 
 
-def installed() -> bool:
-    return _finder in sys.meta_path
-
-
 def install() -> None:
     """From here on, `import torch.distributed.pipelining` yields penstock. Safe to call again, and after torch's own
     package was imported: a warning then names the modules that hold objects of it already.
     """
-    if installed():
+    if _finder in sys.meta_path:
         return
     holders = _holders()
     _replaced.update({name: module for name, module in sys.modules.items() if is_aliased(name)})
@@ -73,7 +69,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Take the alias back: later imports yield torch's own package. Safe to call again."""
-    if not installed():
+    if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
     for name in [name for name in sys.modules if is_aliased(name)]:

@@ -49,9 +49,7 @@ def _pairs(output: Value, grad: Value) -> Iterable[tuple[Value, Tensor | None]]:
             yield output, grad
     elif isinstance(output, dict) and grad is not None:
         if output.keys() != grad.keys():
-            raise StageError(
-                f"an output with the keys {list(output)} and gradients with {list(grad)}; expected the same"
-            )
+            raise StageError(f"an output has the keys {list(output)}, its gradients {list(grad)}; expected the same")
         yield from _pairs([*output.values()], [grad[key] for key in output])
     elif isinstance(output, (list, tuple)) and grad is not None:
         if len(output) != len(grad):

@@ -102,9 +102,7 @@ class Exchange(PipelineStage):
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is None:
-            raise StageError(
-                "the number of microbatches is not known yet; expected a schedule's step, or stage.chunks = n"
-            )
+            raise StageError("the number of microbatches is not known; expected a schedule's step, or stage.chunks = n")
         if not 0 <= chunk_id < self.chunks:
             raise StageError(f"microbatch {chunk_id} of {self.chunks}; expected 0 to {self.chunks - 1}")
 

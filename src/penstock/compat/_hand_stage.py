@@ -76,7 +76,9 @@ class HandBox:
             self.posted[stage.stage_index, microbatch] = works
             return
         channel.sent.extend(works)
-        if channel.reap_after is not None and not self.run.is_read_far_away:
+        # Stages beyond the next one receive an output later, and nobody may wait for that here.
+        readers = {there for readers in stage.act_send_info.values() for there in readers}
+        if channel.reap_after is not None and readers <= {None, stage.stage_index + 1}:
             channel.wait_for_sent(len(channel.sent) - channel.reap_after)
 
     send = post
@@ -142,12 +144,6 @@ class HandRun:
     def clear(self) -> None:
         self.inputs = StepInputs()
 
-    @property
-    def is_read_far_away(self) -> bool:
-        """Whether stages beyond the next one read an output: they receive it later, and nobody may wait for that here."""
-        after = self.stage.stage_index + 1
-        return any(there not in (None, after) for readers in self.stage.act_send_info.values() for there in readers)
-
     # -- the actions
 
     def forward(self, microbatch: int) -> None:
@@ -210,9 +206,7 @@ class HandRun:
         index = self.stage.stage_index
         box = self.program.by_op.get((op, index))
         if box is None or (index, microbatch) not in box.posted:
-            raise RunError(
-                f"stage {index}, microbatch {microbatch}: {what} was never received; the order has no receive for it"
-            )
+            raise RunError(f"stage {index}, microbatch {microbatch}: {what} never came; the order does not receive it")
         box.wait(box.posted.pop((index, microbatch)))
 
     def count(self) -> bool:

@@ -301,9 +301,7 @@ class Parts(Schedule):
         loss = kept[mb_index] if 0 <= mb_index < len(kept) else None
         if loss is None:
             there = [microbatch for microbatch, one in enumerate(kept) if one is not None]
-            raise RunError(
-                f"the loss of microbatch {mb_index} is not there; there are those of the microbatches {there}"
-            )
+            raise RunError(f"the loss of microbatch {mb_index} is not there; there are those of microbatches {there}")
         return loss if self._loss_weights is None else loss * self._loss_weights[mb_index]
 
     def _update_losses(self, stages: CoreStage | Sequence[CoreStage], losses: list[Tensor] | None) -> None:

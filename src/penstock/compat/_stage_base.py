@@ -9,7 +9,7 @@ through all of them (`penstock.compat._by_hand`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -21,13 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat._backward import grad_of, stage_backward_input, stage_backward_weight, take_grad
 from penstock.compat._exchange import Exchange, as_tuple
 from penstock.compat._siblings import is_overridden
-from penstock.compat._utils import (
-    _derive_grad_metas,
-    _StageMeta,
-    extract_tensor_metas,
-    is_strided,
-    validate_tensors_metadata,
-)
+from penstock.compat._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas, validate_tensors_metadata
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
@@ -62,9 +56,7 @@ class _PipelineStageBase(Exchange):
         raise StageError(f"{type(self).__name__} does not say what it receives; override _prepare_forward_infra")
 
     def _prepare_backward_infra(self, *args: Value, **kwargs: Value) -> object:
-        raise StageError(
-            f"{type(self).__name__} does not say what gradients it receives; override _prepare_backward_infra"
-        )
+        raise StageError(f"{type(self).__name__} does not say which gradients come; override _prepare_backward_infra")
 
     _accepted = cached_property[frozenset[str] | None](lambda self: accepted_keywords(unwrap(self.submod)))
 
@@ -88,9 +80,8 @@ class _PipelineStageBase(Exchange):
             output = self.forward_maybe_with_nosync(*inputs, **keywords)
         outputs = as_tuple(output)
         if self.is_last and save_forward_output:
-            self.output_chunks.append(
-                pytree.tree_map_only(Tensor, Tensor.detach, output) if self.has_backward else output
-            )
+            kept = pytree.tree_map_only(Tensor, Tensor.detach, output) if self.has_backward else output
+            self.output_chunks.append(kept)
         known = set(map(id, received))
         others = [leaf for leaf in pytree.tree_leaves((inputs, keywords)) if id(leaf) not in known]
         self.fwd_cache[fwd_chunk_id] = outputs, [*received, *others]
@@ -247,26 +238,20 @@ class _PipelineStageBase(Exchange):
 
     def _note(self, args: tuple[Value, ...], output: Value) -> None:
         """After the first forward of penstock's own steps, or the first one after a program has reset them: what it may read."""
-        inputs, outputs = (
-            extract_tensor_metas(_described(values), allow_none=True) or () for values in (args, as_tuple(output))
-        )
+        inputs, outputs = (extract_tensor_metas(values, allow_none=True) or () for values in (args, as_tuple(output)))
         self._stage_meta = _StageMeta(inputs, outputs, _derive_grad_metas(inputs), _derive_grad_metas(outputs))
 
     def _validate_seen(self, desc: str, microbatch: int, values: Value) -> None:
         """In penstock's own steps: the tensors of a microbatch must look as they did when they were first looked at."""
-        found = tuple(tensors_in(values))
-        seen = self._seen.setdefault((desc, microbatch), extract_tensor_metas(found) or ())
+        found = extract_tensor_metas(tuple(tensors_in(values))) or ()
+        seen = self._seen.setdefault((desc, microbatch), found)
         validate_tensors_metadata(f"stage {self.stage_index}, microbatch {microbatch}, {desc}", seen, found)
 
     def _validate_stage_tensors(self, desc: str, expected: Any, actual: tuple[Value, ...]) -> None:
         if expected is None:
             raise ShapeError(f"stage {self.stage_index}, {desc}: nothing is known to compare them with")
-        validate_tensors_metadata(f"stage {self.stage_index}, {desc}", expected, _described(actual))
-
-
-def _described(values: Sequence[Value]) -> list[Tensor | None]:
-    """Of these values those that metadata can describe; None in the place of nests, sparse tensors and their like."""
-    return [value if is_strided(value) else None for value in values]
+        found = extract_tensor_metas(actual, allow_none=True) or ()
+        validate_tensors_metadata(f"stage {self.stage_index}, {desc}", expected, found)
 
 
 def _roots(stage_output: Value, output_grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -145,15 +145,13 @@ class _StageMeta:
         return self.inputs is not None and self.outputs is not None
 
 
-@dataclass(frozen=True, slots=True)
-class _StageForwardMeta:
+class _StageForwardMeta(NamedTuple):
     """What a stage says of its outputs to the stage after it."""
 
     forward_metas: Metas
 
 
-@dataclass(frozen=True, slots=True)
-class _StageBackwardMeta:
+class _StageBackwardMeta(NamedTuple):
     """What a stage says of the gradients of its inputs to the stage before it."""
 
     backward_metas: Metas
@@ -188,6 +186,9 @@ class RootArgPlaceholder(RecvInfo):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__("root", is_root_arg=True)
         self.meta = tensor.to("meta")
+
+
+InputInfo = RecvInfo | RootArgPlaceholder
 
 
 class GetMeshCallback(Protocol):
@@ -266,12 +267,13 @@ def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
 
 
 def extract_tensor_metas(tensors: Sequence[object] | None, *, allow_none: bool = False) -> Metas | None:
+    """What these look like; None in the place of nests, sparse tensors and their like."""
     if tensors is None:
         return None
     if not allow_none and not all(isinstance(tensor, Tensor) for tensor in tensors):
         kinds = [type(tensor).__name__ for tensor in tensors]
         raise ShapeError(f"only tensors have metadata, got {kinds}; where some may be missing, write allow_none=True")
-    return tuple(extract_tensor_meta(tensor) if isinstance(tensor, Tensor) else None for tensor in tensors)
+    return tuple(extract_tensor_meta(tensor) if is_strided(tensor) else None for tensor in tensors)
 
 
 def to_local_if_dtensor(tensor: Tensor, detach: bool = False) -> Tensor:

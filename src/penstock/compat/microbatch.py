@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.batch import (
-    CustomReducer,
-    TensorChunkSpec,
-    merge_chunks,
-    microbatch_sizes,
-    split_block_mask,
-    split_tensor,
-)
+from penstock.batch import CustomReducer, TensorChunkSpec, merge_chunks, split_tensor
 from penstock.batch import split_args_kwargs_into_chunks as _split
-from penstock.batch.masks import block_mask_batch
 from penstock.compat._siblings import found_in
 from penstock.nest import Value
 
@@ -49,6 +41,5 @@ def _shard_dict_of_args(
 
 def _split_block_mask(block_mask: Value, num_chunks: int) -> list[Value]:
     """Cut the block mask of flex attention along its batch; one that holds for every row goes to every microbatch."""
-    size = block_mask_batch(block_mask)
-    sizes = [1] * num_chunks if size == 1 else microbatch_sizes(size, num_chunks)
-    return list(split_block_mask(block_mask, sizes))
+    parts, _ = _split((block_mask,), {}, num_chunks, strict=False)
+    return [mask for (mask,) in parts]

@@ -23,7 +23,6 @@ from penstock.compat._utils import (
     InferenceMode,
     Metas,
     RecvInfo,
-    RootArgPlaceholder,
     _derive_grad_metas,
     _StageBackwardMeta,
     _StageForwardMeta,
@@ -40,7 +39,6 @@ from penstock.stage.buffers import remember
 from penstock.stage.dtensors import MeshGetter
 from penstock.stage.pipeline_stage import Group
 
-InputInfo = RecvInfo | RootArgPlaceholder
 __getattr__ = found_in(__name__, "._IR", "._exchange", "._utils")
 __all__ = ["PipelineStage", "build_stage"]  # noqa: F822  which is beside the pipe
 
@@ -211,7 +209,5 @@ class PipelineStage(_PipelineStageBase):
         """What the module returns, as tensors on the meta device."""
         outputs = self._stage_meta.outputs
         if outputs is None:
-            raise ShapeError(
-                f"the outputs of stage {self.stage_index} are not known yet; expected output_args, or a step"
-            )
+            raise ShapeError(f"the outputs of stage {self.stage_index} are not known; expected output_args, or a step")
         return tuple(meta.to_tensor("meta") for meta in outputs if meta is not None)
