@@ -24,23 +24,13 @@ from torch import Tensor
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.compat._siblings import renamed
-from penstock.compat._utils import (
-    Metas,
-    RecvInfo,
-    _derive_grad_metas,
-    _DTensorMeta,
-    _MeshCache,
-    _StageMeta,
-    _TensorMeta,
-    extract_tensor_meta,
-    to_local_if_dtensor,
-)
+from penstock.compat._utils import Metas, RecvInfo, _MeshCache, _StageMeta, _TensorMeta, extract_tensor_meta
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.parallel import DataParallel, Unwrapped, unwrap
 from penstock.run.layout import TensorLayout, dense, unwire, wire
 from penstock.stage.deferred import Deferral, Pending
-from penstock.stage.dtensors import MeshGetter, mesh_of
+from penstock.stage.dtensors import MeshGetter, mesh_of, to_local
 from penstock.stage.pipeline_stage import PipelineStage, RankGroup
 
 
@@ -113,13 +103,7 @@ class Exchange(PipelineStage):
         if arg is None:
             raise ShapeError(f"stage {self.stage_index} gets something that is no tensor from the stage before")
         zeros = torch.zeros(tuple(arg.shape), dtype=arg.dtype, device=self.device)
-        return self._on_mesh(zeros, arg).detach().requires_grad_(arg.requires_grad)
-
-    def _on_mesh(self, local: Tensor, meta: _TensorMeta | None) -> Tensor:
-        """The DTensor of which this is the local part, if it is one."""
-        if isinstance(meta, _DTensorMeta):
-            return meta.wrap(local, self._mesh_cache.get_mesh(meta.mesh_cache_key))
-        return local
+        return arg.on_mesh(zeros, self._mesh_cache).detach().requires_grad_(arg.requires_grad)
 
     def _describe(self) -> bytes:
         """What is known of the outputs of this stage, and of those of earlier ones that later ones read."""
@@ -215,22 +199,21 @@ class Exchange(PipelineStage):
         for place, output in enumerate(outputs):
             for stage in self.act_send_info[place]:
                 if stage is not None:
-                    if not isinstance(output, Tensor):
-                        kind = type(output).__name__
-                        raise ShapeError(f"output {place} of stage {self.stage_index} is a {kind}; expected a tensor")
                     self._check_sent(place, output)
                     ops.append(self._op(wire(output.detach()), stage, sends=True))
         self._posted.add(("SEND_F", fwd_chunk_id))
         return ops
 
-    def _check_sent(self, place: int, output: Tensor) -> None:
+    def _check_sent(self, place: int, output: Value) -> None:
         """What is sent must fit the buffer at the other end."""
+        where = f"output {place} of stage {self.stage_index}"
+        if not isinstance(output, Tensor):
+            raise ShapeError(f"{where} is a {type(output).__name__}; expected a tensor")
         metas = self._stage_meta.outputs
         meta = metas[place] if metas is not None and place < len(metas) else None
         found = () if meta is None else meta.get_diff(output)
         if diffs := [diff for diff in found if diff.startswith(("shape", "dtype"))]:
-            text = f"output {place} of stage {self.stage_index}: {'; '.join(diffs)}"
-            raise ShapeError(f"{text}; the next stage expects what it got in the first step")
+            raise ShapeError(f"{where}: {'; '.join(diffs)}; the next stage expects what it got in the first step")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2P]:
         """Send the gradients of the inputs of a microbatch back; a gradient that is missing goes as zeros."""
@@ -258,8 +241,7 @@ class Exchange(PipelineStage):
         return ops
 
     def _get_grad_send_meta(self, input_idx: int) -> _TensorMeta | None:
-        known = self._stage_meta
-        metas = _derive_grad_metas(known.inputs or ()) if known.input_grads is None else known.input_grads
+        metas = self._stage_meta.with_gradients().input_grads or ()
         if input_idx >= len(metas):
             text = f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
             raise ShapeError(text)
@@ -273,7 +255,7 @@ class Exchange(PipelineStage):
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int | None]]) -> tuple[RecvInfo, ...]:
         """The gradients of the outputs, from the first stage that reads each, or from all of them."""
-        metas = self._stage_meta.output_grads or _derive_grad_metas(self._stage_meta.outputs or ())
+        metas = self._stage_meta.with_gradients().output_grads or ()
         name, many = f"recv_grad_for_{self.stage_index}_from", None if self._hears_all else 1
         return tuple(
             RecvInfo(f"{name}_{reader}", reader, None, metas[place])
@@ -300,7 +282,7 @@ class Exchange(PipelineStage):
         for info, value in zip(infos, values, strict=True):
             if not isinstance(value, Tensor) and (value is not None or whence == "before"):
                 raise AssertionError(f"the stage {whence} gave a {type(value).__name__}; expected tensor values")
-            info.buffer = None if value is None else to_local_if_dtensor(value, detach=True)
+            info.buffer = None if value is None else to_local(value.detach())
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Value, ...]:
         """Give away the gradients of this stage's inputs to the stage before, which sits on this rank."""
@@ -329,15 +311,14 @@ class Exchange(PipelineStage):
         return tuple(self._leaf(info) for info in self.args_recv_info[fwd_chunk_id])
 
     def _leaf(self, info: RecvInfo) -> Tensor:
-        meta = info.tensor_meta
-        tensor = self._on_mesh(info.take(), meta).detach()
+        tensor, meta = info.take(self._mesh_cache).detach(), info.tensor_meta
         wanted = self.has_backward and torch.is_grad_enabled() and (meta is None or meta.requires_grad)
         return tensor.requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         """The gradients of the outputs of a microbatch; None where there is none."""
         infos = self.grad_recv_info[bwd_chunk_id]
-        return tuple(None if info.buffer is None else self._on_mesh(info.take(), info.tensor_meta) for info in infos)
+        return tuple(None if info.buffer is None else info.take(self._mesh_cache) for info in infos)
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2P]:
         """A first, tiny exchange with the stages before and after, so that connections exist."""

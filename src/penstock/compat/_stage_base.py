@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat._backward import grad_of, stage_backward_input, stage_backward_weight, take_grad
 from penstock.compat._exchange import Exchange, as_tuple
 from penstock.compat._siblings import is_overridden
-from penstock.compat._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas, validate_tensors_metadata
+from penstock.compat._utils import _StageMeta, extract_tensor_metas, validate_tensors_metadata
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import DataParallel, unwrap
@@ -239,7 +239,7 @@ class _PipelineStageBase(Exchange):
     def _note(self, args: tuple[Value, ...], output: Value) -> None:
         """After the first forward of penstock's own steps, or the first one after a program has reset them: what it may read."""
         inputs, outputs = (extract_tensor_metas(values, allow_none=True) or () for values in (args, as_tuple(output)))
-        self._stage_meta = _StageMeta(inputs, outputs, _derive_grad_metas(inputs), _derive_grad_metas(outputs))
+        self._stage_meta = _StageMeta(inputs, outputs).with_gradients()
 
     def _validate_seen(self, desc: str, microbatch: int, values: Value) -> None:
         """In penstock's own steps: the tensors of a microbatch must look as they did when they were first looked at."""

@@ -66,6 +66,10 @@ class _TensorMeta:
         """A tensor with undefined numbers."""
         return _make_tensor_from_meta(self, device).requires_grad_(self.requires_grad and self.differentiable)
 
+    def on_mesh(self, local: Tensor, meshes: _MeshCache) -> Tensor:
+        """What has arrived: of a DTensor that of which this is the local part."""
+        return local
+
     @property
     def differentiable(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
@@ -104,6 +108,9 @@ class _DTensorMeta(_TensorMeta):
     def mesh_cache_key(self) -> MeshCacheKey:
         return self.mesh_dim_names, self.mesh_layout
 
+    def on_mesh(self, local: Tensor, meshes: _MeshCache) -> Tensor:
+        return self.wrap(local, meshes.get_mesh(self.mesh_cache_key))
+
     def to_dtensor(self, device: torch.device | str, mesh: DeviceMesh | None) -> DTensor:
         """A DTensor with undefined numbers."""
         made = self.wrap(_make_tensor_from_meta(self, device), mesh)
@@ -134,6 +141,12 @@ class _StageMeta:
 
     def _every(self) -> tuple[Metas | None, ...]:
         return self.inputs, self.outputs, self.input_grads, self.output_grads
+
+    def with_gradients(self) -> _StageMeta:
+        """The same with gradients: one looks like its value, unless somebody has said otherwise."""
+        pairs = (self.inputs, self.input_grads), (self.outputs, self.output_grads)
+        grads = [_derive_grad_metas(values or ()) if known is None else known for values, known in pairs]
+        return _StageMeta(self.inputs, self.outputs, *grads)
 
     def has_any(self) -> bool:
         return any(metas is not None for metas in self._every())
@@ -172,12 +185,12 @@ class RecvInfo:
         shape = "" if self.tensor_meta is None else f", {list(self.tensor_meta.shape)}"
         return f"RecvInfo({self.input_name}, {whence}{shape})"
 
-    def take(self) -> Tensor:
+    def take(self, meshes: _MeshCache) -> Tensor:
         """The tensor that has arrived; the buffer is given up."""
         if self.buffer is None:
             raise ShapeError(f"{self!r}: nothing has arrived; expected its receive, or a hand-over, before its use")
         buffer, self.buffer = self.buffer, None
-        return buffer
+        return buffer if self.tensor_meta is None else self.tensor_meta.on_mesh(buffer, meshes)
 
 
 class RootArgPlaceholder(RecvInfo):

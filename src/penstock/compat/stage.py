@@ -23,7 +23,6 @@ from penstock.compat._utils import (
     InferenceMode,
     Metas,
     RecvInfo,
-    _derive_grad_metas,
     _StageBackwardMeta,
     _StageForwardMeta,
     _StageMeta,
@@ -138,12 +137,8 @@ class PipelineStage(_PipelineStageBase):
 
     def _backward_metadata_inference(self, *_: Value, **__: Value) -> _StageBackwardMeta:
         """A gradient looks like its value, unless the user has said otherwise, whatever the loss is and the stages after give."""
-        known = self._stage_meta
-        if known.output_grads is None:
-            known.output_grads = _derive_grad_metas(known.outputs or ())
-        if known.input_grads is None and known.inputs is not None:
-            known.input_grads = _derive_grad_metas(known.inputs)
-        return _StageBackwardMeta(known.input_grads or ())
+        self._stage_meta = self._stage_meta.with_gradients()
+        return _StageBackwardMeta(self._stage_meta.input_grads or ())
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         """Say for each microbatch where its inputs come from. Programs let several share what they arrive in."""
