@@ -11,14 +11,12 @@ from pathlib import Path
 
 from penstock.compat._alias import install
 
-USAGE = "usage: python -m penstock.compat [-m module | program.py] [arguments ...]"
-
 
 def main() -> None:
     as_module = sys.argv[1:2] == ["-m"]
     arguments = sys.argv[2:] if as_module else sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        raise SystemExit(USAGE)
+        raise SystemExit("usage: python -m penstock.compat [-m module | program.py] [arguments ...]")
     install()
     sys.argv = arguments
     if as_module:

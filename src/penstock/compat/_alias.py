@@ -51,9 +51,7 @@ def install() -> None:
     if _finder in sys.meta_path:
         return
     holders = _holders()
-    _replaced.update({name: module for name, module in sys.modules.items() if is_aliased(name)})
-    for name in _replaced:
-        del sys.modules[name]
+    _replaced.update(_taken_out())
     sys.meta_path.insert(0, _finder)
     os.environ[SWITCH] = "1"
     _put_on_path(STARTUP)
@@ -72,13 +70,17 @@ def uninstall() -> None:
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
-    for name in [name for name in sys.modules if is_aliased(name)]:
-        del sys.modules[name]
+    _taken_out()
     sys.modules.update(_replaced)
     os.environ.pop(SWITCH, None)
     _put_on_path()
     _bind(_replaced.get(TORCH))
     _replaced.clear()
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """The modules that stand under torch's names, which the import system forgets."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if is_aliased(name)}
 
 
 def _put_on_path(*first: str) -> None:

@@ -85,12 +85,11 @@ class HandProgram(Program):
             self.runs[index] = HandRun(stage, self)
 
     def message_box(self, action: Action) -> HandBox:  # type: ignore[override]  # which is used in the same way
-        found = self.by_op.get((action.op, action.stage))
-        if found is None:
+        key = action.op, action.stage
+        if key not in self.by_op:
             peer = self.plan.placement.rank_of(peer_of(action.code))
-            found = HandBox(action.op, self.runs[action.stage], self.channel(peer), self)
-            self.by_op[action.op, action.stage] = found
-        return found
+            self.by_op[key] = HandBox(action.op, self.runs[action.stage], self.channel(peer), self)
+        return self.by_op[key]
 
     def boxes(self) -> Sequence[HandBox]:  # type: ignore[override]
         return tuple(self.by_op.values())

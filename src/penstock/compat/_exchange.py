@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -364,10 +365,8 @@ def batch_p2p(p2p_ops: Sequence[P2P], desc: str | None = None) -> list[Any]:
 
 def sorted_batch_p2p(p2p_ops: Iterable[P2P], desc: str | None = None) -> dict[int, list[Any]]:
     """Post operations rank by rank of the other end, in the order of ranks; their works by that rank."""
-    by_peer: dict[int, list[P2P]] = {}
-    for op in p2p_ops:
-        by_peer.setdefault(op.peer, []).append(op)
-    return {peer: batch_p2p(by_peer[peer], desc) for peer in sorted(by_peer)}
+    ops = sorted(p2p_ops, key=lambda op: op.peer)
+    return {peer: batch_p2p(list(same), desc) for peer, same in groupby(ops, key=lambda op: op.peer)}
 
 
 def wait_batch_p2p(work: Iterable[Work]) -> None:

@@ -93,22 +93,17 @@ class HandBox:
             channel.fail(error)
 
     def drain_send(self, microbatch: int) -> None:
-        if self.is_done(microbatch):
-            return
-        stage = self.run.stage
-        known = stage._stage_meta
+        stage, known = self.run.stage, self.run.stage._stage_meta
         if self.op is Op.SEND_F:
             stage.fwd_cache[microbatch] = tuple(meta and stage._to_tensor(meta) for meta in known.outputs or ()), []
         else:
             stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
-        self.post(microbatch)
+        self.drain_receive(microbatch)
 
     def drain_receive(self, microbatch: int) -> None:
-        if not self.is_done(microbatch):
+        """A loop of the user's own may have posted it already."""
+        if (self.op.name, microbatch) not in self.run.stage._posted:
             self.post(microbatch)
-
-    def is_done(self, microbatch: int) -> bool:
-        return (self.op.name, microbatch) in self.run.stage._posted
 
     def pending(self) -> list[Work]:
         mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
 from penstock.compat import _orders as passes
-from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, named, plan_of
+from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, leaves_of, named, plan_of
 from penstock.compat._siblings import is_overridden
 from penstock.compat._utils import generate_stage_to_rank_mapping
 from penstock.errors import IncompleteError, PlanError, RunError, SplitError
@@ -268,13 +268,12 @@ class Parts(Schedule):
     ) -> tuple[list[Value], list[Value]]:
         """Each list must be one, of one entry a microbatch."""
         size = self.num_microbatches
-        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+        lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs, "losses": losses}
+        for name, given in lists.items():
             if given is not None and not isinstance(given, list):
                 raise TypeError(f"{name} must be a list, got {type(given).__name__}")
-            if given is not None and len(given) != size:
+            if given is not None and name != "losses" and len(given) != size:
                 raise SplitError(f"{len(given)} {name} for {size} microbatches; Expecting {size} {name}")
-        if losses is not None and not isinstance(losses, list):
-            raise TypeError(f"losses must be a list, got {type(losses).__name__}")
         return [()] * size if arg_mbs is None else arg_mbs, [{}] * size if kwarg_mbs is None else kwarg_mbs
 
     def _compute_loss(self, output: Value, target: Value, loss_kwargs: LossOptions = None) -> Tensor:
@@ -322,10 +321,6 @@ def _check_format(format: str) -> None:  # noqa: A002  torch's word
 
 def gathered_at_the_end(row: Sequence[NamedAction | None], freed: Sequence[ComputationType]) -> set[int]:
     """The stages of a row that are gathered and, by actions of the kinds in `freed`, not freed again."""
-    gathered: set[int] = set()
-    for action in row:
-        if action is not None and action.computation_type is ComputationType.UNSHARD:
-            gathered.add(action.stage_index)
-        elif action is not None and action.computation_type in freed:
-            gathered.discard(action.stage_index)
-    return gathered
+    kinds = (ComputationType.UNSHARD, *freed)
+    last = {leaf.stage_index: leaf.computation_type for leaf in leaves_of([row]) if leaf.computation_type in kinds}
+    return {stage for stage, kind in last.items() if kind is ComputationType.UNSHARD}

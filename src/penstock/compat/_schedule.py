@@ -150,9 +150,7 @@ class _PipelineSchedule(Parts):
     def _mode(self, *, train: bool) -> int:
         return super()._mode(train=train) + (HAND if self._drives_by_hand else 0)
 
-    @cached_property
-    def _programs(self) -> HandPrograms:
-        return HandPrograms(self)
+    _programs = cached_property[HandPrograms](HandPrograms)  # of this schedule
 
     def _connect(self, *, train: bool) -> Runner:
         """Also ask one another whether steps go through the stages' own methods: on every rank or on none."""

@@ -76,8 +76,7 @@ def add_schedule_op_spacing(schedule: Rows) -> Rows:
         slots: list[NamedAction | None] = []
         actions = [action for action in row if action is not None]
         for action, start in zip(actions, timeline.starts[rank], strict=True):
-            slots.extend([None] * (round(start) - len(slots)))
-            slots.append(action)
+            slots += (*[None] * (round(start) - len(slots)), action)
         spaced.append(slots)
     return spaced
 

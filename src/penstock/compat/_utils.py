@@ -398,7 +398,5 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
 
 def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
     """Which stages each rank holds, in order."""
-    stages: dict[int, list[int]] = {}
-    for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
-        stages.setdefault(rank, []).append(stage)
-    return stages
+    homes = generate_stage_to_rank_mapping(pp_size, num_stages, style)
+    return {rank: [stage for stage, home in homes.items() if home == rank] for rank in dict.fromkeys(homes.values())}
