@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.comm import LocalWorld, Transport
 from penstock.compat._backward import stage_backward_input, stage_backward_weight
 from penstock.compat._utils import _DTensorMeta, _StageMeta, extract_tensor_metas
+from penstock.compat.microbatch import _CustomReducer
 from penstock.compat.schedules import PipelineScheduleMulti, ScheduleGPipe
 from penstock.compat.stage import PipelineStage
 from penstock.schedules import get_schedule
@@ -130,3 +131,12 @@ def describes_a_dtensor() -> list[bool]:
 def test_the_next_stage_hears_that_a_dtensor_requires_a_gradient(gloo_pool: GlooPool) -> None:
     """It heard the contrary, and sent zeros back as the gradient."""
     assert gloo_pool.run(1, describes_a_dtensor) == [[True]]
+
+
+def test_outputs_may_be_merged_into_a_single_number() -> None:
+    """The last stage looked for rows in it, to show what each microbatch gave, and the step failed."""
+    stage = PipelineStage(nn.Identity(), 0, 1, "cpu")
+    total = _CustomReducer(torch.tensor(0.0), lambda sum_of_rows, rows: sum_of_rows + rows.sum())
+    merged = ScheduleGPipe(stage, 2, output_merge_spec=total).step(torch.ones(4, 3))
+    assert merged == 12
+    assert [list(part.shape) for part in stage.output_chunks] == [[2, 3]] * 2

@@ -229,14 +229,14 @@ class _PipelineSchedule(Parts):
     def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
         if losses is not None and self._has_last:
             losses[:] = outcome.losses
-        outputs = outcome.outputs if given.keep_outputs and self._has_last else []
+        outputs = outcome.outputs  # of the last stage, if they were asked for
         if not outputs:
             return None
         merged = self._merge_outputs(outputs)
         # Let the last stage show what each microbatch gave: as views of what is returned, where that can be.
         if is_strided(merged) and all(is_strided(one) and one.dim() for one in outputs):
             sizes = [one.size(0) for one in outputs]
-            if sum(sizes) == merged.size(0) and merged.dim():
+            if merged.shape[:1] == (sum(sizes),):
                 outputs = list(merged.split(sizes))
         for stage in self._drivable():
             if stage.is_last:
