@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock import capture
 from penstock.capture import MultiUseParameterConfig, SplitPoint, StageModule
+from penstock.capture import PipeInfo as CoreInfo
 from penstock.capture.pipe import CapturedStage
 from penstock.compat._backward import _null_coalesce_accumulate
 from penstock.compat._siblings import found_in
@@ -38,11 +39,11 @@ def get_submod_name(stage_idx: int) -> str:
     return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
-class PipeInfo(capture.PipeInfo):
+class PipeInfo(CoreInfo):
     """Penstock's, and what programs read beside it."""
 
     @classmethod
-    def of(cls, info: capture.PipeInfo) -> PipeInfo:
+    def of(cls, info: CoreInfo) -> PipeInfo:
         return cls(**{field.name: getattr(info, field.name) for field in fields(info)})
 
     # Whether the model returns its own loss.
@@ -142,11 +143,7 @@ class _PipelineStage(CapturedStage, PipelineStage):
 
 
 def build_stage(
-    stage_module: StageModule,
-    stage_index: int,
-    pipe_info: capture.PipeInfo,
-    device: torch.device | str,
-    group: Group = None,
+    stage_module: StageModule, stage_index: int, pipe_info: CoreInfo, device: torch.device | str, group: Group = None
 ) -> _PipelineStage:
     """A stage for a schedule, around a captured module that is moved to `device`.
 
@@ -160,7 +157,7 @@ class Pipe(capture.Pipe):
 
     _info: PipeInfo
 
-    def __init__(self, stages: Sequence[StageModule], info: capture.PipeInfo) -> None:
+    def __init__(self, stages: Sequence[StageModule], info: CoreInfo) -> None:
         super().__init__(stages, PipeInfo.of(replace(info, inputs=replace(info.inputs, as_given=True))))
         for stage in stages:
             stage.bare = True  # so that stage modules compose, and a loss function gets the model's tensors

@@ -105,9 +105,7 @@ def of_action(action: AnyAction) -> NamedAction:
         pair = of_action(action.first), of_action(action.second)
         return NamedAction(-1, ComputationType.OVERLAP_F_B, None, pair)
     if action.op not in _KINDS:
-        raise PlanError(
-            f"{action}: torch has no word for {action.op.row.word}; expected one of {', '.join(_KINDS.values())}"
-        )
+        raise PlanError(f"{action}: torch has no word for {action.op.row.word}; it has {', '.join(_KINDS.values())}")
     return NamedAction(action.stage, _KINDS[action.op], action.microbatch)
 
 

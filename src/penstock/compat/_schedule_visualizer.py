@@ -42,9 +42,7 @@ def get_schedule_ops(
     several = issubclass(kind, PipelineScheduleMulti)
     per_rank = (2 if several else 1) if num_stages_per_rank is None else num_stages_per_rank
     if (per_rank != 1) != several:
-        raise AssertionError(
-            f"{per_rank} stages a rank under {kind.__name__}; expected {'2 or more' if several else '1'}"
-        )
+        raise AssertionError(f"{per_rank} stages a rank for {kind.__name__}; expected {'2 or more' if several else 1}")
     sizes = {"group_rank": 0, "group_size": pp_degree, "num_stages": pp_degree * per_rank}
     # As much of a stage as a schedule looks at.
     place: Any = SimpleNamespace(submod=None, group=None, stage_index=0, **sizes)

@@ -20,7 +20,6 @@ from penstock.compat._exchange import as_tuple
 from penstock.compat._siblings import found_in
 from penstock.compat._stage_base import _PipelineStageBase
 from penstock.compat._utils import (
-    InferenceMode,
     Metas,
     RecvInfo,
     _StageBackwardMeta,
@@ -48,7 +47,7 @@ class PipelineStage(_PipelineStageBase):
     stage = PipelineStage(module, stage_index=0, num_stages=2, device=torch.device("cpu"))
     """
 
-    _inference_mode: InferenceMode | None = None  # what the schedule has decided before the first step
+    _inference_mode: object = None  # what the schedule has decided before the first step
 
     def __init__(
         self,
