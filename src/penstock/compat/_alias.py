@@ -27,13 +27,12 @@ class _Alias(MetaPathFinder, Loader):
     """Finds penstock's modules under torch's names, and puts them where the import system looks for its result."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not is_aliased(fullname) or importlib.util.find_spec(OURS + fullname[len(TORCH) :]) is None:
+        if not is_aliased(fullname) or importlib.util.find_spec(OURS + fullname.removeprefix(TORCH)) is None:
             return None
         return ModuleSpec(fullname, self, is_package=fullname == TORCH)
 
     def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        sys.modules[name] = importlib.import_module(OURS + name[len(TORCH) :])
+        sys.modules[module.__name__] = importlib.import_module(OURS + module.__name__.removeprefix(TORCH))
 
 
 _finder = _Alias()

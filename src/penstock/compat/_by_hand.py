@@ -81,8 +81,7 @@ class HandProgram(Program):
 
     def _connect(self) -> None:
         self.splits = False
-        for index, stage in self.stages.items():
-            self.runs[index] = HandRun(stage, self)
+        self.runs = {index: HandRun(stage, self) for index, stage in self.stages.items()}
 
     def message_box(self, action: Action) -> HandBox:  # type: ignore[override]  # which is used in the same way
         key = action.op, action.stage

@@ -210,8 +210,7 @@ class Exchange(PipelineStage):
         where = f"output {place} of stage {self.stage_index}"
         if not isinstance(output, Tensor):
             raise ShapeError(f"{where} is a {type(output).__name__}; expected a tensor")
-        metas = self._stage_meta.outputs
-        meta = metas[place] if metas is not None and place < len(metas) else None
+        meta = dict(enumerate(self._stage_meta.outputs or ())).get(place)
         found = () if meta is None else meta.get_diff(output)
         if diffs := [diff for diff in found if diff.startswith(("shape", "dtype"))]:
             raise ShapeError(f"{where}: {'; '.join(diffs)}; the next stage expects what it got in the first step")

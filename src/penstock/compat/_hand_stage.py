@@ -164,10 +164,9 @@ class HandRun:
     def backward(self, microbatch: int, *, full: bool = True) -> None:
         """B."""
         stage, program, index = self.stage, self.program, self.stage.stage_index
-        schedule = program.schedule
         if not stage.is_last and index + 1 not in program.runs:
             self.arrived(Op.RECV_B, microbatch, "the gradient of its output")
-        loss = schedule._maybe_get_loss(stage, microbatch)
+        loss = program.schedule._maybe_get_loss(stage, microbatch)
         last = self.count() if full else False
         stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=last)
         if index - 1 in program.runs:
@@ -178,14 +177,12 @@ class HandRun:
         self.stage.backward_weight_one_chunk(microbatch, last_backward=self.count())
 
     def unshard(self) -> None:
-        if self.stage._adapter.sharded:
-            self.stage._adapter.unshard()
-            self.program.schedule.unsharded_stages.add(self.stage.stage_index)
+        self.stage._adapter.unshard()
+        self.program.schedule.unsharded_stages.add(self.stage.stage_index)
 
     def reshard(self) -> None:
-        if self.stage._adapter.sharded:
-            self.stage._adapter.reshard()
-            self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
+        self.stage._adapter.reshard()
+        self.program.schedule.unsharded_stages.discard(self.stage.stage_index)
 
     def reduce_grad(self) -> None:
         stage, schedule = self.stage, self.program.schedule

@@ -116,9 +116,8 @@ class Parts(Schedule):
 
         Programs that only want to look make the object without its constructor and set the sizes on it.
         """
-        if "_binding" in vars(self):
-            return (Parts._get_pipeline_order(self) or {})[rank]
-        return named(self._made(self.recipe or "").codes[rank])
+        plan = super().make_plan() if "_binding" in vars(self) else self._made(self.recipe or "")
+        return named(plan.codes[rank])
 
     def _plan_of(self, order: Order) -> Plan:
         """The plan of an order. A plan frees in the end what it has gathered; an order need not say so."""

@@ -82,24 +82,14 @@ class _PipelineSchedule(Parts):
         made._tell_stages()
         return made
 
-    @property
-    def _stages(self) -> list[CoreStage]:
-        return self.stages
-
-    @_stages.setter
-    def _stages(self, stages: list[CoreStage]) -> None:
+    def _set_stages(self, stages: list[CoreStage]) -> None:
         """Programs put stages of a class of their own in the place of those that a schedule was made with."""
         self.stages = stages
         vars(self).pop("_ties", None)
         self._forget_plan()
 
-    @property
-    def _n_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut. May be set between two steps, on every rank."""
-        return self.num_microbatches
-
-    @_n_microbatches.setter
-    def _n_microbatches(self, number: int) -> None:
+    def _set_number(self, number: int) -> None:
+        """Into how many microbatches a batch is cut, from the next step on; every rank sets it."""
         if number != vars(self).get("num_microbatches"):  # which is not there if the constructor was not called
             if self._given_plan is not None:
                 raise PlanError(
@@ -108,6 +98,9 @@ class _PipelineSchedule(Parts):
                 )
             self.num_microbatches, self._own_order = number, None
             self._forget_plan()
+
+    _stages = property(lambda self: self.stages, _set_stages)
+    _n_microbatches = property(lambda self: self.num_microbatches, _set_number)
 
     @property
     def _trains(self) -> bool:
@@ -369,14 +362,11 @@ class _PipelineSchedule(Parts):
 
     def _validate_adjacent_stage_communication(self) -> None:
         """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
-        for stage in self.stages:
+        for stage in self._drivable():
             index = stage.stage_index
-            received = stage.args_recv_info.get(0, ())  # type: ignore[attr-defined]
-            sources = {info.source for info in received if getattr(info, "source", None) is not None}
-            sent = stage.act_send_info.values()  # type: ignore[attr-defined]
-            targets = {there for places in sent for there in places if there is not None}
-            far = sorted((sources - {index - 1}) | (targets - {index + 1}))
-            if far:
+            sources = {info.source for info in stage.args_recv_info.get(0, ())} - {index - 1}
+            targets = {there for readers in stage.act_send_info.values() for there in readers} - {index + 1}
+            if far := sorted(there for there in sources | targets if there is not None):
                 raise RunError(
                     f"stage {index} exchanges values with {far}, and stages driven by hand support adjacent-stage communication "
                     "only; leave forward_one_chunk and its kin alone, and penstock's own steps send what skips stages too"

@@ -18,9 +18,8 @@ def _outline_submodules(orig_graph: fx.Graph) -> fx.GraphModule:
     """Put the calls of an exported graph back into the modules that they came from, in their order."""
     frame: Any = _ModuleFrame
     outlined = fx.GraphModule(nn.Module(), fx.Graph())
-    stack: list[object] = [("", None, 0)]
     registry: tuple[Value, ...] = ({}, defaultdict(list), defaultdict(set), {})  # nodes, modules, attributes, made ones
-    frame(orig_graph, tuple(orig_graph.nodes), *registry, None, stack, "", {}, module=outlined).run_outer()
+    frame(orig_graph, tuple(orig_graph.nodes), *registry, None, [("", None, 0)], "", {}, module=outlined).run_outer()
     outlined.graph.lint()
     outlined.recompile()
     return outlined

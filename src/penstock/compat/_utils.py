@@ -79,10 +79,11 @@ class _TensorMeta:
         if isinstance(other, Tensor):
             other = extract_tensor_meta(other)
         if type(self) is not type(other):
-            return [f"type mismatch: expected {_kind(self)}, got {_kind(other)}"]
+            mine, theirs = ("a DTensor" if isinstance(one, _DTensorMeta) else "a plain tensor" for one in (self, other))
+            return [f"type mismatch: expected {mine}, got {theirs}"]
         names = [field.name for field in fields(self) if field.name != "requires_grad"]
         pairs = [(name, *(_plain(getattr(meta, name)) for meta in (self, other))) for name in names]
-        return [f"{name} mismatch: expected {mine}, got {theirs}" for name, mine, theirs in pairs if mine != theirs]
+        return [f"{name} mismatch: expected {this}, got {that}" for name, this, that in pairs if this != that]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,6 @@ class _MeshCache(dict[MeshCacheKey, "DeviceMesh | None"]):
 def _plain(value: object) -> object:
     """Sizes and their like may come as a tuple or as a list."""
     return list(value) if isinstance(value, (tuple, list)) else value
-
-
-def _kind(meta: _TensorMeta) -> str:
-    return "a DTensor" if isinstance(meta, _DTensorMeta) else "a plain tensor"
 
 
 def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> Tensor:

@@ -16,7 +16,6 @@ from penstock.compat._orders import NamedAction as _Action
 from penstock.compat._parts import Format
 from penstock.compat._schedule import _PipelineSchedule
 from penstock.compat._siblings import found_in
-from penstock.compat._stage_base import _PipelineStageBase
 from penstock.errors import UnknownNameError
 from penstock.nest import Value
 
@@ -200,7 +199,7 @@ def _requires_reduce_grad(action_type: _ComputationType) -> bool:
     return action_type in (FULL_BACKWARD, BACKWARD_WEIGHT)
 
 
-def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
+def _check_torch_compile_compatibility(stages: object, schedule_name: str) -> None:
     """Compiled stages run under every schedule here: there is nothing to refuse."""
 
 

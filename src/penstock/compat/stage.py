@@ -9,6 +9,7 @@ are put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -182,12 +183,9 @@ class PipelineStage(_PipelineStageBase):
 
     def _tried(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, ...]:
         """What the module returns, without its graph. Its random state and its buffers are put back."""
-        rewind = remember(self.submod, ())
-        try:
-            with torch.enable_grad():
-                output = self._compute_outputs(*args, module=unwrap(self.submod), **kwargs)
-        finally:
-            rewind()
+        with ExitStack() as after, torch.enable_grad():
+            after.callback(remember(self.submod, ()))
+            output = self._compute_outputs(*args, module=unwrap(self.submod), **kwargs)
         return as_tuple(pytree.tree_map_only(Tensor, self._to_tensor, output))
 
     def _compute_outputs(self, *args: Value, module: nn.Module, **kwargs: Value) -> Value:
