@@ -119,3 +119,13 @@ def test_files_hold_what_torchs_do(kind: str, tmp_path: Path) -> None:
         written.append(file.read_text())
     ours, theirs = written
     assert ours == theirs
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_the_rows_of_a_schedule_with_their_messages(name: str, defer: bool) -> None:
+    """Receives as early as their sends allow, or as late as their use."""
+    options: dict[str, Any] = {"with_comms": True, "defer_pp_recv": defer}
+    packages = _schedule_visualizer, torch_visualizer
+    ours, theirs = (texts(package.get_schedule_ops(name, 2, 4, **options)) for package in packages)
+    assert ours == theirs
