@@ -140,8 +140,7 @@ class Exchange(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""
-        caches = self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending, self._posted, self.output_chunks
-        for cache in caches:
+        for cache in (self.fwd_cache, self.bwd_cache, self.dw_runner, self._pending, self._posted, self.output_chunks):
             cache.clear()
         self._deferral.reset() if "_deferral" in self.__dict__ else None
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
@@ -207,13 +206,15 @@ class Exchange(PipelineStage):
 
     def _check_sent(self, place: int, output: Value) -> None:
         """What is sent must fit the buffer at the other end."""
-        where = f"output {place} of stage {self.stage_index}"
         if not isinstance(output, Tensor):
-            raise ShapeError(f"{where} is a {type(output).__name__}; expected a tensor")
-        meta = dict(enumerate(self._stage_meta.outputs or ())).get(place)
+            kind = type(output).__name__
+            raise ShapeError(f"output {place} of stage {self.stage_index} is a {kind}; expected a tensor")
+        metas = self._stage_meta.outputs
+        meta = metas[place] if metas is not None and place < len(metas) else None
         found = () if meta is None else meta.get_diff(output)
         if diffs := [diff for diff in found if diff.startswith(("shape", "dtype"))]:
-            raise ShapeError(f"{where}: {'; '.join(diffs)}; the next stage expects what it got in the first step")
+            text = f"output {place} of stage {self.stage_index}: {'; '.join(diffs)}"
+            raise ShapeError(f"{text}; the next stage expects what it got in the first step")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2P]:
         """Send the gradients of the inputs of a microbatch back; a gradient that is missing goes as zeros."""
@@ -241,7 +242,7 @@ class Exchange(PipelineStage):
         return ops
 
     def _get_grad_send_meta(self, input_idx: int) -> _TensorMeta | None:
-        metas = self._stage_meta.with_gradients().input_grads or ()
+        metas = self._stage_meta.input_grads or self._stage_meta.with_gradients().input_grads or ()
         if input_idx >= len(metas):
             text = f"stage {self.stage_index}: nothing is known of input {input_idx}, whose gradient is to be sent"
             raise ShapeError(text)

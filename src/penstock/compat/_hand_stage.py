@@ -77,8 +77,8 @@ class HandBox:
             return
         channel.sent.extend(works)
         # Stages beyond the next one receive an output later, and nobody may wait for that here.
-        readers = {there for readers in stage.act_send_info.values() for there in readers}
-        if channel.reap_after is not None and readers <= {None, stage.stage_index + 1}:
+        near = (None, stage.stage_index + 1)
+        if channel.reap_after is not None and all(k in near for each in stage.act_send_info.values() for k in each):
             channel.wait_for_sent(len(channel.sent) - channel.reap_after)
 
     send = post

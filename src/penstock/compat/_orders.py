@@ -321,8 +321,7 @@ def dump_chrometrace(schedule: Order, filename: str | PathLike[str]) -> None:
     events = []
     for rank, step, action in slots:
         kind = "computation" if action.is_compute_op else "communication"
-        place = {"pid": rank, "tid": rank, "ts": step, "dur": 1}
-        events.append({"name": str(action), "cat": kind, "ph": "X", **place})
+        events.append({"name": str(action), "cat": kind, "ph": "X", "pid": rank, "tid": rank, "ts": step, "dur": 1})
     Path(filename).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

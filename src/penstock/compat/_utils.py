@@ -317,6 +317,7 @@ def validate_metadata(
 
 
 def _judge(problems: Sequence[str], *, raises: bool, warns: bool) -> None:
+    """Say what does not fit in the way that was asked for, if something does not."""
     if problems and raises:
         raise ShapeError("; ".join(problems))
     if problems and warns:
