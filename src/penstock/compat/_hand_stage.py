@@ -93,17 +93,22 @@ class HandBox:
             channel.fail(error)
 
     def drain_send(self, microbatch: int) -> None:
+        if self.is_posted(microbatch):
+            return
         stage, known = self.run.stage, self.run.stage._stage_meta
         if self.op is Op.SEND_F:
             stage.fwd_cache[microbatch] = tuple(meta and stage._to_tensor(meta) for meta in known.outputs or ()), []
         else:
             stage.bwd_cache[microbatch] = (None,) * len(known.inputs or ())
-        self.drain_receive(microbatch)
+        self.post(microbatch)
 
     def drain_receive(self, microbatch: int) -> None:
-        """A loop of the user's own may have posted it already."""
-        if (self.op.name, microbatch) not in self.run.stage._posted:
+        if not self.is_posted(microbatch):
             self.post(microbatch)
+
+    def is_posted(self, microbatch: int) -> bool:
+        """A loop of the user's own may have done so already."""
+        return (self.op.name, microbatch) in self.run.stage._posted
 
     def pending(self) -> list[Work]:
         mine = [key for key in self.posted if key[0] == self.run.stage.stage_index]

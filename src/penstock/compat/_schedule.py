@@ -364,7 +364,8 @@ class _PipelineSchedule(Parts):
         """Where a rank has several stages, only neighbours talk by hand: whoever hands over knows the next stage alone."""
         for stage in self._drivable():
             index = stage.stage_index
-            sources = {info.source for info in stage.args_recv_info.get(0, ())} - {index - 1}
+            # What a program puts there itself, as torch's place of an argument of the model, need not have a source.
+            sources = {getattr(info, "source", None) for info in stage.args_recv_info.get(0, ())} - {index - 1}
             targets = {there for readers in stage.act_send_info.values() for there in readers} - {index + 1}
             if far := sorted(there for there in sources | targets if there is not None):
                 raise RunError(
