@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.masks import is_block_mask
-from penstock.batch.specs import OUTPUT, CustomReducer, Path, TensorChunkSpec, child_specs, is_leaf_spec, open_value
+from penstock.batch.specs import CustomReducer, Path, TensorChunkSpec, child_specs, is_leaf_spec, open_value
 from penstock.batch.tensors import merge_tensors
 from penstock.errors import MergeError
 from penstock.misfits import takes
@@ -38,7 +38,7 @@ def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
         if all(type(chunk) is Tensor for chunk in chunks) and len({chunk.shape for chunk in chunks}) == 1:
             if -chunks[0].dim() <= dim < chunks[0].dim():
                 return torch.cat(list(chunks), dim)
-    return _merge(list(chunks), chunk_spec, OUTPUT)
+    return _merge(list(chunks), chunk_spec, Path("output", "output_merge_spec"))
 
 
 def _merge(values: list[object], spec: object, path: Path) -> Value:

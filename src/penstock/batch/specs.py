@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple
 
 from torch.utils import _pytree as pytree
 
@@ -101,21 +101,19 @@ class Microbatches(Sequence[Value]):
         return f"Microbatches({list(self._items)!r})"
 
     def calls(self) -> list[tuple[tuple[Value, ...], dict[str, Value]]]:
-        """Each item as the arguments of one call."""
-        return [(item[0], dict(item[1])) if is_call(item) else ((item,), {}) for item in self._items]
+        """Each item as the arguments of one call; none, if no item is (args tuple, kwargs dict)."""
+        if not any(map(_is_call, self._items)):
+            return []
+        return [(item[0], dict(item[1])) if _is_call(item) else ((item,), {}) for item in self._items]
 
 
-def is_call(item: object) -> bool:
-    """Whether an item of Microbatches is (args tuple, kwargs dict)."""
+def _is_call(item: object) -> bool:
     return type(item) is tuple and len(item) == 2 and type(item[0]) is tuple and type(item[1]) is dict
 
 
-LeafSpec: TypeAlias = TensorChunkSpec | Replicate | CustomReducer | type[Replicate]
-
-
-def is_leaf_spec(spec: object) -> TypeGuard[LeafSpec]:
+def is_leaf_spec(spec: object) -> bool:
     """Whether this is a spec, rather than a tree of specs or None."""
-    return isinstance(spec, TensorChunkSpec | Replicate | CustomReducer) or spec is Replicate
+    return isinstance(spec, TensorChunkSpec | CustomReducer) or is_replicate(spec)
 
 
 def is_replicate(spec: object) -> bool:
@@ -175,9 +173,3 @@ class Path(NamedTuple):
         entries = ["None"] * len(self.node.keys)
         entries[self.position] = spec
         return self.parent.write(f"({', '.join(entries)}{',' if len(entries) == 1 else ''})")
-
-
-ARGS = Path("args", "args_chunk_spec")
-KWARGS = Path("kwargs", "kwargs_chunk_spec")
-TARGET = Path("target", "target_chunk_spec")
-OUTPUT = Path("output", "output_merge_spec")

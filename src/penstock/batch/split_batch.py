@@ -23,25 +23,15 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from penstock.batch.masks import block_mask_batch, is_block_mask, split_block_mask
-from penstock.batch.specs import (
-    ARGS,
-    KWARGS,
-    TARGET,
-    Microbatches,
-    Path,
-    TensorChunkSpec,
-    child_specs,
-    is_call,
-    is_leaf_spec,
-    is_replicate,
-    open_value,
-)
+from penstock.batch.specs import Microbatches, Path, TensorChunkSpec, child_specs, is_replicate, open_value
 from penstock.batch.tensors import is_dtensor, microbatch_sizes, normal_dim, split_sizes
 from penstock.errors import SplitError
 from penstock.misfits import takes
 from penstock.nest import Kind, Node, Value, has_tensor
 
 Split: TypeAlias = tuple[list[tuple[Value, ...]], list[dict[str, Value]]]
+_ARGS = Path("args", "args_chunk_spec")
+_KWARGS = Path("kwargs", "kwargs_chunk_spec")
 
 
 @takes(SplitError)
@@ -111,7 +101,7 @@ def split_target(target: Value, num_microbatches: int, *, target_spec: object = 
         if target.dim() and target.size(0) >= num_microbatches > 0:
             return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
     leaves: list[_Leaf] = []
-    outline = _outline(target, target_spec, TARGET, leaves)
+    outline = _outline(target, target_spec, Path("target", "target_chunk_spec"), leaves)
     return list(_fill(outline, _cut_leaves(leaves, num_microbatches), num_microbatches))
 
 
@@ -130,8 +120,8 @@ def batch_size_of(
     8
     """
     leaves: list[_Leaf] = []
-    _outline(args, args_spec, ARGS, leaves)
-    _outline(dict(kwargs or {}), kwargs_spec, KWARGS, leaves)
+    _outline(args, args_spec, _ARGS, leaves)
+    _outline(dict(kwargs or {}), kwargs_spec, _KWARGS, leaves)
     found = _find_batch(leaves)
     return None if found is None else found.size
 
@@ -167,18 +157,17 @@ class _Branch(NamedTuple):
 
 
 def _split_calls(args: tuple[object, ...], kwargs: Mapping[str, object], num_microbatches: int, rule: _Rule) -> Split:
-    if len(args) == 1 and isinstance(args[0], Microbatches) and any(map(is_call, args[0])):
+    if len(args) == 1 and isinstance(args[0], Microbatches) and (calls := args[0].calls()):
         if kwargs:
             raise SplitError(
                 f"Microbatches of (args, kwargs) came with further keyword arguments {list(kwargs)}; "
                 "put them into the kwargs of each microbatch"
             )
-        _check_count(args[0], num_microbatches, ARGS)
-        calls = args[0].calls()
+        _check_count(args[0], num_microbatches, _ARGS)
         return [call[0] for call in calls], [call[1] for call in calls]
     leaves: list[_Leaf] = []
-    args_outline = _outline(tuple(args), rule.args_spec, ARGS, leaves)
-    kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, KWARGS, leaves)
+    args_outline = _outline(tuple(args), rule.args_spec, _ARGS, leaves)
+    kwargs_outline = _outline(dict(kwargs), rule.kwargs_spec, _KWARGS, leaves)
     pieces = _cut_leaves(leaves, num_microbatches, rule.batch_size, rule.strict)
     return (list(_fill(args_outline, pieces, num_microbatches)), list(_fill(kwargs_outline, pieces, num_microbatches)))
 
@@ -192,10 +181,9 @@ def _outline(value: object, spec: object, path: Path, leaves: list[_Leaf], inher
         leaves.append(_Leaf(value, spec, path, inherited))
         return len(leaves) - 1
     first = len(leaves)
-    inherited = inherited or is_leaf_spec(spec)
     parts = [
-        _outline(child, child_spec, path.child(node, index), leaves, inherited)
-        for index, (child, child_spec) in enumerate(zip(node.children, child_specs(spec, node, path), strict=True))
+        _outline(child, own, path.child(node, index), leaves, inherited=own is spec)
+        for index, (child, own) in enumerate(zip(node.children, child_specs(spec, node, path), strict=True))
     ]
     varies = any(isinstance(leaf.value, Tensor | Microbatches) or is_block_mask(leaf.value) for leaf in leaves[first:])
     return _Branch(node, parts, node.kind in _CHEAP or varies)
@@ -289,11 +277,10 @@ def _split_leaf(leaf: _Leaf, num_microbatches: int, batch: _Batch | None, strict
 
 def _split_tensor_leaf(leaf: _Leaf, num_microbatches: int, batch: _Batch | None, strict: bool) -> Sequence[Value]:
     tensor: Tensor = leaf.value
-    if leaf.spec is None:
-        if batch is None or tensor.dim() == 0 or (strict and tensor.size(0) != batch.size):
-            if num_microbatches == 1:
-                return [tensor]
-            raise _ambiguous(leaf, batch)
+    if leaf.spec is None and (batch is None or tensor.dim() == 0 or (strict and tensor.size(0) != batch.size)):
+        if num_microbatches == 1:
+            return [tensor]
+        raise _ambiguous(leaf, batch)
     dim = _dim_of(leaf)
     size = tensor.size(dim)
     if num_microbatches == 1:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -77,7 +76,7 @@ def weighted_mean(values: Sequence[Value], sizes: Sequence[int]) -> Value:
     """
     if len(values) != len(sizes):
         raise SplitError(f"{len(values)} values and {len(sizes)} microbatch sizes; expected one size for each value")
-    return reduce(operator.add, (value * float(weight) for value, weight in zip(values, weights(sizes), strict=True)))
+    return sum(value * float(weight) for value, weight in zip(values, weights(sizes), strict=True))
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
