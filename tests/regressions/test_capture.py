@@ -580,3 +580,39 @@ def test_further_arguments_are_named_as_torch_export_names_them_and_none_is_made
     torch.testing.assert_close(pipe(other, bias=other, twice=True), model(other, bias=other, twice=True))
     with pytest.raises(CaptureError, match="argument 'twice' is missing"):
         pipe(other, bias=other)
+
+
+class SummedOver(torch.autograd.Function):
+    """Takes its dimensions as a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum(dims, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return 3 * grad.expand(ctx.shape), None
+
+
+class CallsWithAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = SummedOver.apply(self.first(x), [1])
+        pipe_split()
+        return self.last(x.expand(-1, 4))
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_an_autograd_function_may_be_given_a_list(rows: int) -> None:
+    """Capture looked such calls up by their hash, which those with a list among their arguments do not have: a TypeError."""
+    model, x = CallsWithAList(), torch.randn(rows, 4)
+    pipe = pipeline(model, (torch.randn(3, 4),))
+    torch.testing.assert_close(pipe(x), model(x))
+    expected = torch.autograd.grad(model(x).sum(), model.first.weight)
+    torch.testing.assert_close(
+        torch.autograd.grad(pipe(x).sum(), [pipe.get_stage_module(0).get_parameter("first.weight")]), expected
+    )

@@ -37,7 +37,7 @@ from penstock.misfits import takes
 
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define("mark(str what) -> ()")
-_library.define("function(str number, Tensor[] tensors) -> Tensor[]")
+_library.define("function(int number, Tensor[] tensors) -> Tensor[]")
 
 
 _library.impl("mark", lambda what: None, "CompositeExplicitAutograd")
@@ -158,6 +158,9 @@ class Applied:
     arguments: tuple[object, ...]  # with None where a tensor goes
     places: tuple[int, ...]  # of the tensors
 
+    def __hash__(self) -> int:
+        return hash(self.function)  # arguments may be lists, which have no hash
+
     def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
         values = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -173,11 +176,11 @@ class Applied:
         return f"{self.function.__module__}.{self.function.__qualname__}.apply{self.arguments}"
 
 
-_calls: dict[str, Applied] = {}  # of the trace that is going on
-_running: list[str] = []  # functions that are being looked into, and are to run as they are
+_calls: list[Applied] = []  # of the trace that is going on
+_running: list[int] = []  # functions that are being looked into, and are to run as they are
 
 
-def _shapes(number: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _shapes(number: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     name = _calls[number].function.__qualname__
     versions = [tensor._version for tensor in tensors]
     _running.append(number)
@@ -277,9 +280,8 @@ def _left(cls: type[Function], args: tuple[object, ...]) -> object:
             f"{cls.__qualname__}.apply is given tensors inside containers, or a size that may change; give it tensors and "
             "fixed values"
         )
-    number = str(len(_calls))
-    _calls[number] = Applied(cls, rest, places)
-    results = _operator(number, [args[place] for place in places])
+    _calls.append(Applied(cls, rest, places))
+    results = _operator(len(_calls) - 1, [args[place] for place in places])
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -292,4 +294,4 @@ def keep_functions(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is _operator:
             number, tensors = node.args
-            node.target, node.args = _calls[str(number)], tuple(tensors)
+            node.target, node.args = _calls[number], tuple(tensors)
