@@ -25,7 +25,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import SymInt, Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.cutter import module_path
@@ -344,13 +343,8 @@ def sizes_in_example(value: Tensor) -> list[int]:
 
 
 def _bytes(value: object) -> float:
-    return sum(_elements(part) * part.dtype.itemsize for part in _tensors(value))
+    return sum(_elements(part) * part.dtype.itemsize for part in tensors_in(value))
 
 
 def _elements(value: object) -> float:
-    return float(sum(prod(sizes_in_example(part)) for part in _tensors(value)))
-
-
-def _tensors(value: object) -> list[Tensor]:
-    """Those in what an operator makes: one, several, or none."""
-    return [part for part in pytree.tree_leaves(value) if isinstance(part, Tensor)]
+    return float(sum(prod(sizes_in_example(part)) for part in tensors_in(value)))

@@ -44,8 +44,7 @@ def profile_layers(
     profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
     """
     info, stages = layers.info(), [layers.get_stage_module(k) for k in range(layers.num_stages)]
-    owned = {name: one for name, one in info.shared.items() if one.is_parameter}
-    shared = {name: stages[one.owner].get_parameter(one.name) for name, one in owned.items()}
+    shared = {n: stages[one.owner].get_parameter(one.name) for n, one in info.shared.items() if one.is_parameter}
     taken = {id(value): name for name, value in shared.items()}
     known: dict[object, Measured] = {}
     found: list[Measured] = []
