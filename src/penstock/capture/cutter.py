@@ -35,7 +35,6 @@ class StagePiece:
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
     constants: dict[str, torch.Tensor]
     recipe: Nest = LEAF  # of the last stage: puts the model's output together
-    fixed: tuple[tuple[int, object], ...] = ()  # of the last stage: leaves of the output that are always the same
     guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
     computed: tuple[int, ...] = ()  # places of the outputs that are computed in this graph; all, if none is
 
@@ -43,10 +42,7 @@ class StagePiece:
         """What the model returns, out of the outputs of the last stage."""
         if self.recipe.kind is Kind.LEAF and values:
             return values[0]
-        leaves = list(values)
-        for position, value in self.fixed:
-            leaves.insert(position, value)
-        return model_values.unflatten(self.recipe, leaves)
+        return model_values.unflatten(self.recipe, values)
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ class Cutter:
 
     def cut(self, guards: tuple[Guard, ...] = ()) -> Cut:
         pieces = [replace(part.piece(), guards=guards) for part in self.parts]
-        fixed = tuple((i, v) for i, v in enumerate(self.flat.outputs) if not isinstance(v, fx.Node))
-        pieces[-1] = replace(pieces[-1], recipe=self.flat.recipe, fixed=fixed)
+        pieces[-1] = replace(pieces[-1], recipe=self.flat.recipe)
         return Cut(tuple(pieces), self.placed)
 
     def _parameter_owners(self) -> dict[fx.Node, int]:
@@ -131,7 +126,7 @@ class _Part:
         self.states: dict[str, None] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[fx.Node | str, fx.Node] = {}  # of the whole graph, and attributes by their names
-        self.outputs = [v for v in cutter.flat.outputs if isinstance(v, fx.Node) and k == cutter.placed.num_stages - 1]
+        self.outputs = cutter.flat.outputs if k == cutter.placed.num_stages - 1 else []
         self._find_needs(cutter.placed.stage)
 
     def _find_needs(self, stage: Mapping[fx.Node, int]) -> None:
@@ -188,10 +183,9 @@ class _Part:
         self.graph.output(values)
         wrap_regions(self.graph, self.bodies)
         program = OperatorGraph(self.graph, self.bodies)
-        outputs = (*returned, *sent.values())
-        computed = [place for place, value in enumerate(values) if value.op != "placeholder"]
-        piece = StagePiece(program, tuple(wires.values()), outputs, tuple(self.states), self.constants)
-        return replace(piece, computed=tuple(computed or range(len(values))))
+        inputs, outputs = tuple(wires.values()), (*returned, *sent.values())
+        computed = [place for place, value in enumerate(values) if value.op != "placeholder"] or range(len(values))
+        return StagePiece(program, inputs, outputs, tuple(self.states), self.constants, computed=tuple(computed))
 
     def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:
         body = body_module(node, self.cutter.flat.root)

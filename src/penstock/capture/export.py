@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -38,7 +38,7 @@ from penstock.capture.arguments import Dims, InputTable, model_values
 from penstock.capture.marks import Mark, Points, keep_functions, refuse_backward_hooks, watching, watching_calls
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
-from penstock.nest import LEAF, Nest, Value
+from penstock.nest import LEAF, Kind, Nest, Value
 
 _PREFIX = "model."
 
@@ -134,7 +134,7 @@ class Traced:
     graph: fx.Graph
     root: fx.GraphModule  # holds the bodies of regions
     origins: dict[fx.Node, Origin]
-    outputs: list[object]  # for each leaf of the output: a node, or a constant
+    outputs: list[fx.Node]  # the leaves of the output
     recipe: Nest  # puts the output leaves back into what the model returns
     why_static: str  # why the batch dimension could not be kept dynamic, or ""
     guards: tuple[Guard, ...]  # what must be true of the sizes
@@ -162,8 +162,8 @@ class Traced:
         values: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.graph, values)
         origins = {values[node]: origin for node, origin in self.origins.items()}
-        outputs = [values[v] if isinstance(v, fx.Node) else v for v in self.outputs]
-        return replace(self, graph=graph, origins=origins, outputs=outputs, nodes=[values[n] for n in self.nodes])
+        outputs, nodes = [values[node] for node in self.outputs], [values[node] for node in self.nodes]
+        return replace(self, graph=graph, origins=origins, outputs=outputs, nodes=nodes)
 
 
 class _Root(nn.Module):
@@ -298,9 +298,18 @@ def _traced(program: torch.export.ExportedProgram, inputs: Iterator[str], recipe
                 raise CaptureError(
                     f"the model uses {spec.target}, a {spec.kind.name.lower()} that cannot be put into a stage"
                 )
-    returned = zip(program.graph_signature.output_specs, graph.output_node().args[0], strict=True)
-    outputs = [spec.arg.value if isinstance(spec.arg, ConstantArgument) else value for spec, value in returned]
+    returned: Value = graph.output_node().args[0]
+    outputs = [value for value in returned if isinstance(value, fx.Node)]
+    recipe = _settled(recipe, iter(returned))
     return Traced(graph, program.graph_module, origins, outputs, recipe, why, guards_of(program))
+
+
+def _settled(recipe: Nest, leaves: Iterator[object]) -> Nest:
+    """What puts the output together, without the leaves that the trace found to be constant: sizes that cannot change."""
+    if recipe.kind is Kind.LEAF:
+        leaf = next(leaves)
+        return recipe if isinstance(leaf, fx.Node) else Nest(Kind.CONSTANT, leaf)
+    return replace(recipe, children=tuple(_settled(child, leaves) for child in recipe.children))
 
 
 def _check_called(model: nn.Module, points: Points, called: set[str]) -> None:

@@ -85,9 +85,8 @@ def find_loss(last: StagePiece, spec: object) -> int | None:
             "output_loss_value_spec is a Tensor; expected the form of the model's output with True where the loss is, for "
             "example {'loss': True}"
         )
-    paths, fixed = leaf_names(last.recipe), dict(last.fixed)
-    travelling = [path for place, path in enumerate(paths) if place not in fixed]
-    tensors = [(path, wire) for path, wire in zip(travelling, last.outputs, strict=True) if wire.kind == "tensor"]
+    paths = leaf_names(last.recipe)
+    tensors = [(path, wire) for path, wire in zip(paths, last.outputs, strict=True) if wire.kind == "tensor"]
     if spec is not None:
         marked = [path for path, part in named(Nesting().flatten(spec)[1]) if part.data is True]
         whole = marked == [""] and len(paths) == 1

@@ -25,6 +25,7 @@ from penstock.capture.marks import Mark
 from penstock.errors import CaptureError
 
 EVERYWHERE = -1
+Stages = dict[fx.Node, int]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Placed:
 
     flat: Traced
     num_stages: int
-    stage: dict[fx.Node, int]
+    stage: Stages
 
 
 def place(flat: Traced, cuts: Sequence[Mark]) -> Placed:
@@ -45,18 +46,14 @@ def place(flat: Traced, cuts: Sequence[Mark]) -> Placed:
             "leave it. Move the cut before or after it"
         )
     boundaries = [cut.position for cut in cuts]
-    stage = {node: bisect_right(boundaries, i) for i, node in enumerate(flat.nodes)}
-    num_stages = len(cuts) + 1
+    in_code = {node: bisect_right(boundaries, i) for i, node in enumerate(flat.nodes)}
     free = _free(flat)
-    written_there, busy = dict(stage), _busy(flat, stage)
-    _move_free(flat, stage, free, num_stages)
-    while idle := busy - _busy(flat, stage):  # one more of the stages keeps what stands in its part of the code
-        kept = {node for node in free if written_there.get(node) in idle}
-        free = {node: depends for node, depends in free.items() if node not in kept}
-        stage |= written_there
-        _move_free(flat, stage, free, num_stages)
+    stage = _with_free_moved(flat, in_code, free, len(cuts))
+    while idle := _busy(flat, in_code) - _busy(flat, stage):  # these stages keep what stands in their part of the code
+        free = {node: depends for node, depends in free.items() if in_code.get(node) not in idle}
+        stage = _with_free_moved(flat, in_code, free, len(cuts))
     _keep_tuples_whole(flat, stage)
-    placed = Placed(flat, num_stages, stage)
+    placed = Placed(flat, len(cuts) + 1, stage)
     _settle_writes(placed)
     _check_full(flat, stage, cuts)
     return placed
@@ -108,19 +105,20 @@ def _free(flat: Traced) -> dict[fx.Node, bool]:
     return free
 
 
-def _move_free(flat: Traced, stage: dict[fx.Node, int], free: Mapping[fx.Node, bool], num_stages: int) -> None:
-    """Compute what is free where it is first used."""
-    outputs = {value for value in flat.outputs if isinstance(value, fx.Node)}
+def _with_free_moved(flat: Traced, in_code: Stages, free: Mapping[fx.Node, bool], last: int) -> Stages:
+    """The stages by the code, but with what is free where it is first used."""
+    stage = dict(in_code)
     for node in reversed(flat.nodes):
         if node not in free or is_size(node):
             continue
         users = [stage[u] for u in node.users if u in stage]
-        if node in outputs:
-            users.append(num_stages - 1)
+        if node in flat.outputs:
+            users.append(last)
         if not free[node] and (len(set(users)) > 1 or EVERYWHERE in users):
             stage[node] = EVERYWHERE
         elif users:
             stage[node] = min(users)
+    return stage
 
 
 def _family(node: fx.Node) -> set[fx.Node]:
@@ -134,7 +132,7 @@ def _family(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _keep_tuples_whole(flat: Traced, stage: dict[fx.Node, int]) -> None:
+def _keep_tuples_whole(flat: Traced, stage: Stages) -> None:
     """The parts of a tuple are taken out where the tuple is made: only tensors travel."""
     for node in flat.nodes:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -218,7 +216,7 @@ def _busy(flat: Traced, stage: Mapping[fx.Node, int]) -> set[int]:
     return {stage[n] for n in flat.nodes if n.op != "get_attr" and not is_size(n)}
 
 
-def _check_full(flat: Traced, stage: dict[fx.Node, int], cuts: Sequence[Mark]) -> None:
+def _check_full(flat: Traced, stage: Stages, cuts: Sequence[Mark]) -> None:
     if empty := set(range(len(cuts) + 1)) - _busy(flat, stage):
         k = min(empty)
         side = "before" if k == 0 else "after" if k == len(cuts) else "between"
