@@ -30,6 +30,7 @@ FORMAT = 2
 LIMIT = 1 << 30  # bytes of a manifest; a part of a tensor takes about 250
 _RECORD = 1 << 20  # bytes of a record beside its values, at the most: a file may claim any size and hold nothing
 _MOST_ABREAST = 128  # parts of a tensor that lie side by side, whichever way one looks; that takes 128 x 128 ranks
+Sizes = tuple[int, ...]  # of a tensor or a part, or where a part begins: a number for each dimension
 Span = tuple[str, int, int]  # of bytes: the file, where they begin, how many they are
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # of a file in the checkpoint's own folder
 
@@ -47,15 +48,15 @@ class Part:
     length: int  # bytes of that record
     data: int  # where in the record the values themselves begin
     sha256: str  # of the record
-    start: tuple[int, ...]  # the block's first corner in the tensor
-    shape: tuple[int, ...]
+    start: Sizes  # the block's first corner in the tensor
+    shape: Sizes
 
 
 @dataclass(frozen=True)
 class Entry:
     """A tensor."""
 
-    shape: tuple[int, ...]
+    shape: Sizes
     dtype: str
     parts: tuple[Part, ...]
 
@@ -138,10 +139,11 @@ class Manifest:
 
     def by_every_name(self) -> dict[str, Entry]:
         """The tensors; one with several names stands there under each of them."""
-        aliases = [
-            (f"model.{name}", others) for name, others in self.aliases.items() if f"model.{name}" in self.tensors
-        ]
-        return {**self.tensors, **{f"model.{other}": self.tensors[key] for key, others in aliases for other in others}}
+        found = dict(self.tensors)
+        for name, others in self.aliases.items():
+            if entry := self.tensors.get(f"model.{name}"):
+                found |= {f"model.{other}": entry for other in others}
+        return found
 
     def sizes(self) -> dict[str, int]:
         """The bytes that each file has at least."""
@@ -200,10 +202,7 @@ def _manifest(body: dict[str, object]) -> Manifest:
     if large := [name for name, one in files.items() if one.size > LIMIT]:
         raise ValueError(f"{large[0]} has {files[large[0]].size:,} bytes; at most {LIMIT:,} are read")
     if facts["optimizer"]:
-        parts = _known(
-            facts["optimizer"], {"kind": str, "values": dict[str, dict[str, object]], "groups": list}, "the optimizer"
-        )
-        for group in parts["groups"]:
+        for group in _known(facts["optimizer"], _OPTIMIZER, "the optimizer")["groups"]:
             _known(group, {"options": dict, "names": list[str]}, "a group of the optimizer")
     check_overlaps(span for entry in tensors.values() for span in entry.spans)
     return Manifest(**{**facts, "tensors": tensors, "files": files})
@@ -259,7 +258,7 @@ def _part(name: str, value: object) -> Part:
     return Part(**{**facts, "start": sizes(name, facts["start"]), "shape": sizes(name, facts["shape"])})
 
 
-def sizes(name: str, value: object) -> tuple[int, ...]:
+def sizes(name: str, value: object) -> Sizes:
     """The sizes of a tensor, or of a part, as they stand in a file."""
     if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in value[:65]):
         raise ValueError(f"{name} has the sizes {short(value)}; expected whole numbers from 0")
@@ -288,4 +287,5 @@ _CHECKPOINT = {
     "versions": dict[str, str],
     "aliases": dict[str, list[str]],
 }
+_OPTIMIZER = {"kind": str, "values": dict[str, dict[str, object]], "groups": list}
 _PART = {**{each.name: int for each in fields(Part)}, "file": str, "sha256": str, "start": list, "shape": list}

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.kept import Disk
-from penstock.checkpoint.manifest import Damaged, Entry, Part
+from penstock.checkpoint.manifest import Damaged, Entry, Part, Sizes
 from penstock.dtypes import dtype_named
 from penstock.errors import StageError
 
-Block = tuple[str, tuple[int, ...], Tensor]  # the key, the first corner in the whole tensor, the values
+Block = tuple[str, Sizes, Tensor]  # the key, the first corner in the whole tensor, the values
 
 
 class _Hashing:
@@ -81,7 +81,7 @@ def _values_begin(file: Path, offset: int) -> int:
         return member.header_offset + 30 + name + extra - offset
 
 
-def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
+def chunk_of(tensor: Tensor) -> tuple[Sizes, Tensor] | None:
     """The first corner of the block of a tensor that is here, and the block; None if none of it is."""
     if not hasattr(tensor, "__create_chunk_list__"):
         return (0,) * tensor.ndim, tensor
@@ -94,9 +94,7 @@ def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     return tuple(chunks[0].offsets), local
 
 
-def read_entry(
-    folder: Path, entry: Entry, *, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
-) -> Tensor:
+def read_entry(folder: Path, entry: Entry, *, start: Sizes | None = None, shape: Sizes | None = None) -> Tensor:
     """A block of a saved tensor, out of the parts that touch it; by default all of it."""
     start, shape = start or (0,) * len(entry.shape), entry.shape if shape is None else shape
     try:
@@ -154,9 +152,7 @@ def load_tensors(source: Path | io.BytesIO, problem: str, advice: str = "") -> o
         raise StageError(f"{problem}: {type(error).__name__}: {first}{advice}") from error
 
 
-def _common(
-    start: tuple[int, ...], shape: tuple[int, ...], part: Part
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _common(start: Sizes, shape: Sizes, part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Where a block and a part overlap, as indices into each; None if they do not."""
     here, there = [], []
     for a, n, b, m in zip(start, shape, part.start, part.shape, strict=True):

@@ -34,11 +34,9 @@ def encode(value: Value) -> Value:
         return [encode(one) for one in value]
     if kind is dict and all(type(key) is str and key != _KIND for key in value):
         return {key: encode(one) for key, one in value.items()}
-    if kind.__name__ in _CONTAINERS and kind is _CONTAINERS[kind.__name__]:
-        return {
-            _KIND: kind.__name__,
-            _VALUE: encode([*map(list, value.items())] if issubclass(kind, dict) else [*value]),
-        }
+    if kind in _CONTAINERS.values():
+        content = map(list, value.items()) if issubclass(kind, dict) else value
+        return {_KIND: kind.__name__, _VALUE: encode([*content])}
     if kind is bytes:
         return {_KIND: "bytes", _VALUE: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
