@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -45,8 +45,7 @@ class StagePiece:
         return model_values.unflatten(self.recipe, values)
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The whole model, cut."""
 
     pieces: tuple[StagePiece, ...]

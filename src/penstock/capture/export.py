@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -101,23 +101,20 @@ def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield from (item for item in items if isinstance(item, torch.Tensor))
 
 
-@dataclass(frozen=True)
-class FromInput:
+class FromInput(NamedTuple):
     """A placeholder that is a leaf of the model's arguments, by its name."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class FromState:
+class FromState(NamedTuple):
     """A placeholder that is a parameter or buffer, by its name in the user's model."""
 
     name: str
     parameter: bool
 
 
-@dataclass(frozen=True)
-class FromConstant:
+class FromConstant(NamedTuple):
     """A placeholder that is a tensor made while tracing, or a plain attribute of a module."""
 
     name: str
@@ -239,8 +236,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """What a model is traced with."""
 
     table: InputTable

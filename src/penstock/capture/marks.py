@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,8 +45,7 @@ mark = torch.ops.penstock.mark.default
 has_side_effect(mark)
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A cut before the node at that position in a trace."""
 
     position: int

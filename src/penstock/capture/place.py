@@ -15,7 +15,7 @@ import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -28,8 +28,7 @@ EVERYWHERE = -1
 Stages = dict[fx.Node, int]
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """The stage of every node that has one; ``EVERYWHERE`` for values that each stage computes for itself."""
 
     flat: Traced

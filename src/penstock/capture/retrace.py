@@ -96,7 +96,7 @@ class Retracer:
             self.shapes = shapes
             if traced.why_static:
                 self.why_static = traced.why_static
-                self.example = replace(self.example, dims=(None,) * len(self.example.dims))
+                self.example = self.example._replace(dims=(None,) * len(self.example.dims))
         known = dict(fixed)
         open_shapes = [[known.get(str(size), size) for size in shape] for shape in self.shapes]
         guards = (*traced.guards, *where_shapes_differ(open_shapes, shapes))
@@ -147,7 +147,7 @@ class Retracer:
             sizes = [known.get(name, now) for name, now in zip(shape, leaf.shape, strict=True)]
             leaves.append(torch.empty(sizes, dtype=leaf.dtype, device="meta"))
             dims.append({d: v for d, v in (spec or {}).items() if shape[d] not in known} or None)
-        return replace(self.example, leaves=leaves, dims=tuple(dims))
+        return self.example._replace(leaves=leaves, dims=tuple(dims))
 
     def _checked(self, cut: Cut, key: Key) -> Cut:
         """The other graph must send the same things, for the stages may not know of each other's mode and sizes."""
@@ -167,7 +167,7 @@ class Retracer:
             last = new is cut.pieces[-1]
             if not same_wires(old.inputs, new.inputs) or not (last or same_wires(old.outputs, new.outputs)):
                 if fixed and work(base.placed, shapes) == work(cut.placed, shapes):
-                    return replace(base, pieces=tuple(replace(p, guards=new.guards) for p in base.pieces))
+                    return base._replace(pieces=tuple(replace(p, guards=new.guards) for p in base.pieces))
                 raise CaptureError(
                     f"{when} stage {k} takes ({_listed(new.inputs)}) and gives ({_listed(new.outputs)}); it was captured "
                     f"with ({_listed(old.inputs)}) and ({_listed(old.outputs)}); {instead}"

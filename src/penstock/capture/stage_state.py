@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
@@ -29,8 +30,7 @@ class Shared:
     is_parameter: bool = True  # False for a buffer, which has no gradient
 
 
-@dataclass(frozen=True)
-class StateNames:
+class StateNames(NamedTuple):
     """Every name of the user's model: ``first`` maps it to the first name of the same tensor."""
 
     first: dict[str, str]
