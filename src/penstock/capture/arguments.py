@@ -83,16 +83,13 @@ class InputTable:
                 f"the example arguments do not fit forward{signature}: {error}. "
                 "Give mb_args and mb_kwargs as the model would be called with one microbatch"
             ) from None
-        leaves: list[Value] = []
-        recipes: dict[str, Nest] = {}
-        for name, value in _by_argument(bound).items():
-            own, recipes[name] = model_values.flatten(value, name)
-            leaves += own
+        parts = {name: model_values.flatten(value, name) for name, value in _by_argument(bound).items()}
+        recipes: dict[str, Nest] = {name: recipe for name, (_, recipe) in parts.items()}
         plain = inspect.Signature([inspect.Parameter(p.name, p.kind) for p in signature.parameters.values()])
         names = tuple(leaf for name, recipe in recipes.items() for leaf in leaf_names(recipe, name))
         by_position = [name for name in bound.arguments if name not in kwargs][: len(args)]
         given = tuple(name for name in (*by_position, *kwargs) if name in recipes and recipes[name].num_leaves)
-        return InputTable(recipes, names, plain, given), leaves
+        return InputTable(recipes, names, plain, given), [leaf for leaves, _ in parts.values() for leaf in leaves]
 
     def call(self, function: Callable[..., object], leaves: Sequence[Value]) -> Value:
         """Call `function` as the model was called at capture, with other leaves."""

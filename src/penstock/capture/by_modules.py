@@ -147,7 +147,7 @@ def tie(holders: Iterable[tuple[int, str]]) -> Tie:
 def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """Parameters that several stages of one process hold as one object.
 
-    find_ties({0: first, 3: last})
+    find_ties([first, middle, last])
     """
     holders: dict[int, list[tuple[int, str]]] = {}
     for k, stage in enumerate(stages):

@@ -254,10 +254,9 @@ class Pipe(nn.Module):
     def forward(self, *args: Value, **kwargs: Value) -> Value:
         """All stages, one after the other, in this process: returns what the model returns."""
         values = self._info.inputs.bind(args, kwargs)
-        *earlier, last = map(self.get_stage_module, range(self.num_stages))
-        run_stages(earlier, values)
-        given = [values[wire.name] for wire in last.inputs]
-        return last.model_output(given, last.run(given))
+        results = run_stages(map(self.get_stage_module, range(self.num_stages)), values)
+        last = self.get_stage_module(self.num_stages - 1)
+        return last.model_output([values[wire.name] for wire in last.inputs], results)
 
     def state_dict(self, *args: Value, **kwargs: Value) -> dict[str, Value]:  # type: ignore[override]
         """The tensors of all stages, under the names of the user's model."""

@@ -236,7 +236,7 @@ class StageModule(nn.Module):
         for name, value in piece.constants.items():  # one of another graph may have the same name, and other values
             made = value.detach().to(self._anchor.device, changed if value.is_floating_point() else None)
             others = (self._buffers.get(_of_graph(other, name)) for other in self._pieces)
-            made = next((other for other in others if other is not None and _is_same(other, made)), made)
+            made = next((o for o in others if o is not None and o.dtype is made.dtype and torch.equal(o, made)), made)
             self.register_buffer(_of_graph(key, name), made, persistent=False)
         program = piece.program.moved(self._device, self._anchor.device)
         self._pieces[key] = replace(piece, program=program, constants={})
@@ -300,10 +300,6 @@ class StageModule(nn.Module):
         made = ("_functions", "_compiled_call_impl")
         kept = {k: v for k, v in self.__dict__.items() if k not in made and not isinstance(v, torch.fx.GraphModule)}
         return kept | {"_functions": {}}
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype is other.dtype and torch.equal(one, other)
 
 
 def _of_graph(key: Key, name: str) -> str:
