@@ -129,10 +129,6 @@ class _ListReader(pickle._Unpickler):
             raise ValueError(f"it names {name}, which no checkpoint of tensors needs; it is not run")
         self.stack.append(_Record(str(name), args))
 
-    def set_one(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.update([key, value])
-
     def update(self, values: list[Value]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(values) % 2:
@@ -146,7 +142,7 @@ class _ListReader(pickle._Unpickler):
     dispatch |= {
         pickle.REDUCE[0]: make,
         pickle.NEWOBJ[0]: make,
-        pickle.SETITEM[0]: set_one,
+        pickle.SETITEM[0]: lambda self: self.update([self.stack.pop(-2), self.stack.pop()]),
         pickle.SETITEMS[0]: lambda self: self.update(self.pop_mark()),
     }
 
