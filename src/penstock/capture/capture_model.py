@@ -112,16 +112,18 @@ def pipeline(
         setting = LayerSetting(args, kwargs, device_of(module.parameters()), enough=ENOUGH)
         return profile_layers(layers, where, setting, progress=False)
 
-    def choose(flat: Traced) -> Sequence[int] | None:
-        nonlocal facts
-        chooser = choose_cuts
-        if num_stages is not None and num_stages > 1 and chooser is None:
-            why_not = cost_cuts.why_not_measured(module, (mb_args, mb_kwargs))
-            costs = known or cost_cuts.agreed_profile(flat, num_stages, source.names, measure=measure, why_not=why_not)
-            chooser, facts = cost_cuts.cuts_by(costs, num_stages)
-        return None if num_stages is None else chooser(flat, num_stages) if chooser is not None else []
+    def by_cost(flat: Traced, count: int) -> Sequence[int]:
+        if count == 1:
+            return []
+        why_not = cost_cuts.why_not_measured(module, (mb_args, mb_kwargs))
+        costs = known or cost_cuts.agreed_profile(flat, count, source.names, measure=measure, why_not=why_not)
+        facts.update(cost_cuts.best_cuts(costs, count))
+        boundaries, places = facts["cuts"].boundaries, costs.metadata["places"]
+        cost_cuts.warn_if_uneven(costs, boundaries)
+        return cost_cuts.cuts_at([tuple(places[boundary - 1]) for boundary in boundaries])(flat, count)
 
-    cut = source.first(choose)
+    chooser = choose_cuts or by_cost
+    cut = source.first(lambda flat: None if num_stages is None else chooser(flat, num_stages))
     return _assembled(source, cut, module, loss_spec=loss_spec, **facts)
 
 

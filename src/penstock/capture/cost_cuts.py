@@ -45,14 +45,6 @@ def best_cuts(profile: Profile, num_stages: int) -> dict[str, Value]:
     return {"cuts": cuts, "cut_by": basis_of(profile), "uneven": unevenness(profile, cuts.boundaries)}
 
 
-def cuts_by(profile: Profile, num_stages: int) -> tuple[Callable[[Traced, int], list[int]], dict[str, Value]]:
-    """What cuts a model where that is best by these costs, and what `PipeInfo` says of it."""
-    facts = best_cuts(profile, num_stages)
-    boundaries = facts["cuts"].boundaries
-    warn_if_uneven(profile, boundaries)
-    return cuts_at([tuple(profile.metadata["places"][boundary - 1]) for boundary in boundaries]), facts
-
-
 def agreed_profile(
     flat: Traced, num_stages: int, names: StateNames, *, measure: Callable[[Traced, Where], Profile], why_not: str
 ) -> Profile:
@@ -286,9 +278,8 @@ def _activations(flat: Traced) -> set[fx.Node]:
 def alive_bytes(flat: Traced, active: set[fx.Node]) -> list[float]:
     """For each position, the bytes of the values made before it and used at or after it."""
     change = [0.0] * (len(flat.nodes) + 2)
-    for i, node in enumerate(flat.nodes):
-        if node not in active:
-            continue
+    for node in active:
+        i = flat.index[node]
         last = max((flat.index[u] for u in node.users if u in flat.index), default=i)
         size = _bytes(node.meta.get("val"))
         change[i + 1] += size

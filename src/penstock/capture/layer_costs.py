@@ -59,19 +59,17 @@ def profile_layers(
             known[key] = known[key] if key in known else layer.measure()
             found.append(known[key])
             values.add(stage, layer.outputs(), found[k])
-    rows = []
-    for k, (stage, one) in enumerate(zip(stages, found, strict=True)):
-        parameters = {id(p): p for p in stage.parameters()}
-        rows.append(
-            replace(
-                one.cost,
-                name=names[k],
-                activation_to_input=one.cost.activation_to_input + values.later[k],
-                parameter_bytes=sum(p.nbytes for i, p in parameters.items() if i not in taken),
-                output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
-                shared=frozenset(taken[i] for i in parameters if i in taken),
-            )
+    rows = (
+        replace(
+            one.cost,
+            name=names[k],
+            activation_to_input=one.cost.activation_to_input + values.later[k],
+            parameter_bytes=sum(p.nbytes for p in stage.parameters() if id(p) not in taken),
+            output_bytes=sum(values.sizes.get(wire.name, 0) for wire in stage.outputs),
+            shared=frozenset(taken[id(p)] for p in stage.parameters() if id(p) in taken),
         )
+        for k, (stage, one) in enumerate(zip(stages, found, strict=True))
+    )
     over = values.over_cuts()
     return Profile(
         tuple(rows),
