@@ -23,7 +23,7 @@ from penstock.balance import Profile
 from penstock.capture import cost_cuts
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
 from penstock.capture.cutter import Cut
-from penstock.capture.export import Example, Traced, device_of, has_no_data, skeleton_of
+from penstock.capture.export import Example, Traced, device_of, has_no_data, skeleton_of, without_values
 from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import Mark, SplitPoint, points_of
 from penstock.capture.one_layer import LayerSetting
@@ -92,7 +92,7 @@ def pipeline(
     device = device_of((*module.parameters(), *module.buffers(), *leaves))
     source = Retracer(
         skeleton=skeleton_of(module, device),
-        example=Example(table, list(map(_without_data, leaves)), dims, device),
+        example=Example(table, list(map(without_values, leaves)), dims, device),
         fall_back=dynamic_shapes is None,
         points={} if num_stages is not None else points_of(module, split_spec or {}),
         names=StateNames.of(module),
@@ -149,11 +149,6 @@ def _assembled(
         **facts,
     )
     return Pipe(stages, info)
-
-
-def _without_data(leaf: Tensor) -> Tensor:
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return made.requires_grad_(leaf.requires_grad)
 
 
 @takes(CaptureError)

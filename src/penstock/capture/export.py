@@ -77,13 +77,15 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
 
 
+def without_values(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.Tensor:
+    """A plain tensor of the same form on a device."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def _fake(mode: FakeTensorMode, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    where = device if value.is_meta else value.device
-    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    made: torch.Tensor = FakeTensor(mode, empty, where)
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(made, requires_grad=value.requires_grad)
-    return made.requires_grad_(value.requires_grad)
+    made: torch.Tensor = FakeTensor(mode, without_values(value), device if value.is_meta else value.device)
+    return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

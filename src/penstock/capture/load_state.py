@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from penstock.capture.export import has_no_data
+from penstock.capture.export import has_no_data, without_values
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import transient_names
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
@@ -103,7 +103,7 @@ def to_materialise(
 
 def _with_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """One like it that has memory on a device, and no values yet."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made = without_values(tensor, device)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
