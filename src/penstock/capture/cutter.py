@@ -7,14 +7,13 @@ cut.pieces[1].program, cut.pieces[1].inputs, cut.pieces[1].outputs
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from penstock.capture.arguments import model_values
 from penstock.capture.export import FromConstant, FromState, has_no_data
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
 from penstock.capture.place import EVERYWHERE, Placed
@@ -22,7 +21,7 @@ from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError
-from penstock.nest import LEAF, Kind, Nest, Value
+from penstock.nest import Nest
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,9 @@ class StagePiece:
     outputs: tuple[Wire, ...]  # of the last stage: the leaves of the model's output
     states: tuple[str, ...]  # parameters and buffers that it uses, by the names that it uses
     constants: dict[str, torch.Tensor]
-    recipe: Nest = LEAF  # of the last stage: puts the model's output together
-    guards: tuple[Guard, ...] = ()  # what must be true of the sizes, of the whole model
-    computed: tuple[int, ...] = ()  # places of the outputs that are computed in this graph; all, if none is
-
-    def model_output(self, values: Sequence[object]) -> Value:
-        """What the model returns, out of the outputs of the last stage."""
-        if self.recipe.kind is Kind.LEAF and values:
-            return values[0]
-        return model_values.unflatten(self.recipe, values)
+    recipe: Nest  # puts the model's output together, out of the outputs of the last stage
+    guards: tuple[Guard, ...]  # what must be true of the sizes, of the whole model
+    computed: tuple[int, ...]  # places of the outputs that are computed in this graph; all, if none is
 
 
 class Cut(NamedTuple):
@@ -73,9 +66,7 @@ class Cutter:
         self.wires = self._wires()
 
     def cut(self, guards: tuple[Guard, ...] = ()) -> Cut:
-        pieces = [replace(part.piece(), guards=guards) for part in self.parts]
-        pieces[-1] = replace(pieces[-1], recipe=self.flat.recipe)
-        return Cut(tuple(pieces), self.placed)
+        return Cut(tuple(part.piece(guards) for part in self.parts), self.placed)
 
     def _parameter_owners(self) -> dict[fx.Node, int]:
         """For parameters that travel: the first stage that uses each of those which several stages use."""
@@ -166,7 +157,7 @@ class _Part:
                     return given, dim
         return None
 
-    def piece(self) -> StagePiece:
+    def piece(self, guards: tuple[Guard, ...]) -> StagePiece:
         wires = {n: self.cutter.wire(n, self.k) for n in sorted(self.given, key=self.cutter.order.__getitem__)}
         wires = dict(sorted(wires.items(), key=lambda item: item[1].source is not None))
         for node, wire in wires.items():
@@ -182,9 +173,10 @@ class _Part:
         self.graph.output(values)
         wrap_regions(self.graph, self.bodies)
         program = OperatorGraph(self.graph, self.bodies)
-        inputs, outputs = tuple(wires.values()), (*returned, *sent.values())
-        computed = [place for place, value in enumerate(values) if value.op != "placeholder"] or range(len(values))
-        return StagePiece(program, inputs, outputs, tuple(self.states), self.constants, computed=tuple(computed))
+        inputs, outputs, states = tuple(wires.values()), (*returned, *sent.values()), tuple(self.states)
+        computed = tuple(place for place, value in enumerate(values) if value.op != "placeholder")
+        recipe, every = self.cutter.flat.recipe, tuple(range(len(values)))
+        return StagePiece(program, inputs, outputs, states, self.constants, recipe, guards, computed or every)
 
     def _add(self, node: fx.Node, relaxed: Mapping[object, Any]) -> None:
         body = body_module(node, self.cutter.flat.root)

@@ -54,9 +54,8 @@ def skeleton_of(model: nn.Module, device: torch.device) -> nn.Module:
             f"{lazy[0]} has no shape yet: its module is a lazy one; run the model once with the example before the capture"
         )
     fake = fake_mode()
-    memo: dict[int, object] = {id(v): _fake(fake, v, device) for v in (*model.parameters(), *model.buffers())}
-    for constant in _plain_tensors(model):
-        memo.setdefault(id(constant), constant)
+    memo: dict[int, object] = {id(constant): constant for constant in _plain_tensors(model)}
+    memo |= {id(v): _fake(fake, v, device) for v in (*model.parameters(), *model.buffers())}
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:

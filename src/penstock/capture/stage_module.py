@@ -15,20 +15,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from penstock.capture.arguments import model_values
 from penstock.capture.cutter import StagePiece
+from penstock.capture.retrace import Retracer
 from penstock.capture.stage_state import StateNames, owner_of
-from penstock.capture.wires import Fixed, Key, Wire, misfit, sizes_fit, where
+from penstock.capture.wires import Fixed, Key, Wire, misfit, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.misfits import takes
 from penstock.nest import Value
-
-if TYPE_CHECKING:
-    from penstock.capture.retrace import Retracer
 
 
 def run_stages(stages: Iterable[StageModule], values: dict[str, Value]) -> tuple[Value, ...]:
@@ -115,11 +113,13 @@ class StageModule(nn.Module):
             results = tuple(results[place] for place in self._pieces[key].computed)
         if self.bare:
             return results[0] if len(results) == 1 else results
-        return results if self.stage_index < self.num_stages - 1 else self._pieces[key].model_output(results)
+        if self.stage_index < self.num_stages - 1:
+            return results
+        return model_values.unflatten(self._pieces[key].recipe, results)
 
     def model_output(self, values: Sequence[object], results: Sequence[object]) -> Value:
         """What the model returns, out of what the last stage was given and gave."""
-        return self._pieces[self._key_of(values)].model_output(results)
+        return model_values.unflatten(self._pieces[self._key_of(values)].recipe, results)
 
     def run(self, values: Sequence[object]) -> tuple[Value, ...]:
         """The outputs, in the order of ``outputs``."""
@@ -129,10 +129,19 @@ class StageModule(nn.Module):
     def _key_of(self, values: Sequence[object]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
         if torch.compiler.is_compiling():
-            guards = self._pieces[self.mode].guards
-            usual = torch.compiler.is_exporting() or sizes_fit(self.inputs, values, self.partners, guards)
+            usual = torch.compiler.is_exporting() or self._has_usual_sizes(values)
             return self.mode if usual else self._unusual_key(values)
         return self._known_key(values)
+
+    def _has_usual_sizes(self, values: Sequence[object]) -> bool:
+        """Whether values are as captured: no size that changes is 1, and no guard is broken.
+
+        torch.compile can look through it, and then guards what it asks.
+        """
+        sizes: dict[str, int] = {}
+        if misfit(self.inputs, values, sizes) or any(sizes.get(name) == 1 for name in self.partners):
+            return False
+        return all(guard.holds(sizes) for guard in self._pieces[self.mode].guards)
 
     def _unusual_key(self, values: Sequence[object]) -> Key:
         """Outside of what is compiled: another graph may have to be traced, or the sizes refused."""
@@ -194,8 +203,7 @@ class StageModule(nn.Module):
         return "\n".join([*lines, f"  {sum(sizes):,} parameters in {len(sizes)} tensors", "", code])
 
     def extra_repr(self) -> str:
-        wires = ", ".join(str(w) for w in self.inputs)
-        return f"stage {self.stage_index} of {self.num_stages}, inputs: {wires}"
+        return f"stage {self.stage_index} of {self.num_stages}, inputs: {', '.join(map(str, self.inputs))}"
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Value, ...]:
         names = [wire.name for wire in self.inputs]

@@ -7,7 +7,7 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -136,19 +136,6 @@ def guards_of(program: torch.export.ExportedProgram) -> tuple[Guard, ...]:
     printer = PythonPrinter()
     found = () if noted is None else (guard.expr for guard in noted.guards)
     return tuple(Guard(printer.doprint(one), tuple(sorted(map(str, one.free_symbols)))) for one in found)
-
-
-def sizes_fit(
-    wires: Sequence[Wire], values: Sequence[object], partners: Collection[str], guards: Sequence[Guard]
-) -> bool:
-    """Whether values are as captured: no size that changes is 1, and no guard is broken.
-
-    torch.compile can look through it, and then guards what it asks. `partners` names the sizes that change.
-    """
-    sizes: dict[str, int] = {}
-    if misfit(wires, values, sizes) or any(size == 1 and name in partners for name, size in sizes.items()):
-        return False
-    return all(guard.holds(sizes) for guard in guards)
 
 
 def where_shapes_differ(known: Sequence[Sequence[int | str]], here: Sequence[Sequence[int | str]]) -> list[Guard]:
