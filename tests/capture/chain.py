@@ -53,7 +53,7 @@ def _leaf(value: Any) -> Any:
 
 def assert_same(one: Any, other: Any) -> None:
     """The same class, the same tensors, bit by bit."""
-    from penstock.capture.arguments import model_values
+    from penstock.capture.model_values import model_values
 
     assert type(one) is type(other)
     ones, recipe = model_values.flatten(one)

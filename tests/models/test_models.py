@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.batch import merge_chunks
 from penstock.capture import Pipe, SplitPoint, pipeline, split_modules
-from penstock.capture.arguments import model_values
+from penstock.capture.model_values import model_values
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.errors import CaptureError
 from penstock.nest import map_tensors

@@ -1,7 +1,7 @@
 """A model into stages, in one line: trace, place, cut, stage, pipe, cost.
 
-    trace    arguments (what the model is called with), marks (what the trace must notice), export (a copy without data, and
-             that as one graph, or why there is none)
+    trace    model_values (what it takes and returns, opened), arguments (what the model is called with), marks (what the trace
+             must notice), export (a copy without data, and that as one graph, or why there is none)
     place    flat (the graph as a list with marks), place (which stage computes which node)
     cut      wires (what travels), cutter (one graph for each stage), stage_graph (a graph that can be run and saved),
              retrace (the same again in the other mode, or for other sizes)

@@ -16,48 +16,12 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from penstock.capture.model_values import model_values
 from penstock.errors import CaptureError
-from penstock.nest import (
-    LEAF,
-    Kind,
-    Nest,
-    Nesting,
-    Node,
-    Trail,
-    Value,
-    has_tensor,
-    leaf_names,
-    named,
-    open_node,
-    open_object,
-    spelled,
-)
+from penstock.nest import LEAF, Kind, Nest, Value, leaf_names, named
 
 Dims = tuple[Any, ...]  # for each leaf: None, or {dimension: Dim}
 ModelCall = tuple[Sequence[Value], Mapping[str, Value]]  # the positional and the keyword arguments of one call
-
-
-class _ModelValues(Nesting):
-    """Sees tensors and traced sizes, also in the attributes of objects that nobody registered, such as caches."""
-
-    leaf_types = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-    def opened(self, value: object) -> Node | None:
-        node = open_node(value)
-        if node is not None and node.kind not in (Kind.DATACLASS, Kind.COPY):
-            return node
-        return None if callable(value) or isinstance(value, dict | list | tuple) else open_object(value)
-
-    def constant(self, value: object, trail: Trail) -> Nest:
-        if isinstance(value, dict | list | tuple) and has_tensor(value):
-            raise CaptureError(
-                f"{spelled(trail)} is a {type(value).__qualname__} with tensors in it, and nothing says how to make another "
-                "one: give a plain dict, list or tuple, or register it with torch.utils._pytree.register_pytree_node"
-            )
-        return Nest(Kind.CONSTANT, value)
-
-
-model_values = _ModelValues()
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture.arguments import Dims, InputTable, model_values
+from penstock.capture.arguments import Dims, InputTable
 from penstock.capture.marks import Mark, Points, keep_functions, refuse_backward_hooks, watching, watching_calls
+from penstock.capture.model_values import model_values
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 from penstock.nest import LEAF, Kind, Nest, Value

@@ -24,8 +24,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from penstock.balance import Cuts
-from penstock.capture.arguments import InputTable, model_values
+from penstock.capture.arguments import InputTable
 from penstock.capture.cutter import StagePiece
+from penstock.capture.model_values import model_values
 from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire

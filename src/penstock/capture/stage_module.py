@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from penstock.capture.arguments import model_values
 from penstock.capture.cutter import StagePiece
+from penstock.capture.model_values import model_values
 from penstock.capture.retrace import Retracer
 from penstock.capture.stage_state import StateNames, owner_of
 from penstock.capture.wires import Fixed, Key, Wire, misfit, where
