@@ -55,7 +55,10 @@ class Cutter:
         self.origins = placed.flat.origins
         self.taken = {origin.name for origin in self.origins.values()}
         self.order = {n: i for i, n in enumerate([*self.origins, *self.flat.nodes])}
-        self.leader = names.leaders(self.origins)
+        # For each placeholder of a parameter or buffer, the one that stands for all names of the same tensor.
+        leaders: dict[str, fx.Node] = {}
+        states = ((node, names.first[o.name]) for node, o in self.origins.items() if isinstance(o, FromState))
+        self.leader = {node: leaders.setdefault(name, node) for node, name in states}
         self.owner = self._parameter_owners() if transmit else {}
         self.carry = carry  # whether later stages get the model's arguments from the first one
         self.parts = [_Part(self, k) for k in range(placed.num_stages)]

@@ -7,14 +7,12 @@ names.name_for("wte.weight", "lm_head")          # "lm_head.weight": the name wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
-
-from penstock.capture.export import FromState, Origin
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,6 @@ class StateNames(NamedTuple):
         names = self.groups[self.first[name]]
         own = [candidate for candidate in names if candidate.rpartition(".")[0] == path]
         return (own or [c for c in names if not path or c.startswith(f"{path}.")] or names)[0]
-
-    def leaders(self, origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, fx.Node]:
-        """For each placeholder of a parameter or buffer, the one that stands for all names of the same tensor."""
-        leaders: dict[str, fx.Node] = {}
-        states = ((node, origin) for node, origin in origins.items() if isinstance(origin, FromState))
-        return {node: leaders.setdefault(self.first[origin.name], node) for node, origin in states}
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
