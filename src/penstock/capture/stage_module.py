@@ -26,7 +26,7 @@ from penstock.capture.stage_state import StateNames, owner_of
 from penstock.capture.wires import Fixed, Key, Wire, misfit, where
 from penstock.errors import CaptureError, ShapeError
 from penstock.misfits import takes
-from penstock.nest import Value
+from penstock.nest import Kind, Value
 
 
 def run_stages(stages: Iterable[StageModule], values: dict[str, Value]) -> tuple[Value, ...]:
@@ -115,7 +115,8 @@ class StageModule(nn.Module):
             return results[0] if len(results) == 1 else results
         if self.stage_index < self.num_stages - 1:
             return results
-        return model_values.unflatten(self._pieces[key].recipe, results)
+        recipe = self._pieces[key].recipe
+        return results[0] if recipe.kind is Kind.LEAF else model_values.unflatten(recipe, results)
 
     def model_output(self, values: Sequence[object], results: Sequence[object]) -> Value:
         """What the model returns, out of what the last stage was given and gave."""
