@@ -15,6 +15,8 @@ from penstock.errors import MergeError
 from penstock.misfits import takes
 from penstock.nest import Node, Value, open_object
 
+_OUTPUT = Path("output", "output_merge_spec")
+
 
 @takes(MergeError)
 def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
@@ -38,7 +40,7 @@ def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
         if all(type(chunk) is Tensor for chunk in chunks) and len({chunk.shape for chunk in chunks}) == 1:
             if -chunks[0].dim() <= dim < chunks[0].dim():
                 return torch.cat(list(chunks), dim)
-    return _merge(list(chunks), chunk_spec, Path("output", "output_merge_spec"))
+    return _merge(list(chunks), chunk_spec, _OUTPUT)
 
 
 def _merge(values: list[object], spec: object, path: Path) -> Value:

@@ -32,6 +32,7 @@ from penstock.nest import Kind, Node, Value, has_tensor
 Split: TypeAlias = tuple[list[tuple[Value, ...]], list[dict[str, Value]]]
 _ARGS = Path("args", "args_chunk_spec")
 _KWARGS = Path("kwargs", "kwargs_chunk_spec")
+_TARGET = Path("target", "target_chunk_spec")
 
 
 @takes(SplitError)
@@ -101,7 +102,7 @@ def split_target(target: Value, num_microbatches: int, *, target_spec: object = 
         if target.dim() and target.size(0) >= num_microbatches > 0:
             return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
     leaves: list[_Leaf] = []
-    outline = _outline(target, target_spec, Path("target", "target_chunk_spec"), leaves)
+    outline = _outline(target, target_spec, _TARGET, leaves)
     return list(_fill(outline, _cut_leaves(leaves, num_microbatches), num_microbatches))
 
 
