@@ -37,8 +37,9 @@ def read_text(path: str | PathLike[str], error: type[PenstockError], *, limit: i
     Some editors put a mark of the encoding before it, which is no part of the text.
     """
     with _named(path, error, "read"), Path(path).open("rb") as file:
-        data = file.read(limit + 1)
-        size = max(os.fstat(file.fileno()).st_size, len(data))  # the first of a pipe is not known
+        size = os.fstat(file.fileno()).st_size  # of a pipe it is not known
+        data = file.read(limit + 1) if size <= limit else b""
+        size = max(size, len(data))
     if size > limit:
         raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")
     try:
