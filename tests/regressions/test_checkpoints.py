@@ -636,7 +636,8 @@ def test_13_2_what_cannot_be_taken_is_found_before_anything_is_changed(tmp_path:
     pipe, optimizer = make()
     train(pipe, optimizer, range(3))
     before, drawn = everything(pipe, optimizer), torch.get_rng_state()
-    with pytest.raises(PenstockError):
+    words = None if what == "random" else f"has {what}=.* for group 0 of"
+    with pytest.raises(PenstockError, match=words):
         pipe.load(place, optimizer=optimizer)
     assert same(before, everything(pipe, optimizer))
     assert torch.equal(drawn, torch.get_rng_state())
@@ -651,3 +652,22 @@ def test_13_2_more_groups_than_were_saved_are_refused(tmp_path: Path) -> None:
     own = list(pipe.parameters())
     with pytest.raises(StageError, match="has 1 groups of parameters and the optimizer 2"):
         pipe.load(place, optimizer=torch.optim.AdamW([{"params": own[:1]}, {"params": own[1:], "lr": 3.0}]))
+
+
+def test_the_first_rank_says_which_checkpoint_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    """Each rank made a path of what it was given, before it met the others. A rank that knew of no folder raised alone, though
+    it is the first one that looks for checkpoints; and if that one was given none, the others heard only that it had left."""
+    place = tmp_path / "checkpoint"
+    saved(place, ranks=2)
+
+    def load(transport: LocalTransport, knows: int) -> str:
+        pipe, _ = make(transport)
+        given: Any = place if transport.rank == knows else None
+        try:
+            pipe.load(given)
+        except PenstockError as error:
+            return str(error)
+        return "loaded"
+
+    assert LocalWorld(2).run(load, 0) == ["loaded", "loaded"]
+    assert all("the checkpoints there are: TypeError" in said for said in LocalWorld(2).run(load, 1))

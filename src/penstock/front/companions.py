@@ -240,8 +240,8 @@ def _check_groups(optimizer: Optimizer, saved: list[dict[str, Value]], place: Pa
     for number, (group, one) in enumerate(zip(own, saved, strict=False)):
         for key, value in one["options"].items():
             kept = group.get(key)
-            number = isinstance(kept, int | float | Tensor)
-            kind: Value = int | float if number else list if isinstance(kept, tuple) else object
+            is_number = isinstance(kept, int | float | Tensor)
+            kind: Value = int | float if is_number else list if isinstance(kept, tuple) else object
             fits = isinstance(value, kind) or (value is None and not isinstance(kept, Tensor))
             if key in _NOT_OPTIONS or not fits:
                 raise StageError(

@@ -68,9 +68,14 @@ def load(folder: str | Path) -> Checkpoint:
     return Checkpoint(model, optimizer, groups, dict(manifest.extra), manifest.step)
 
 
-def load_into(folder: Path, tensors: StageTensors, ends: Ends, companions: Companions, *, or_older: bool) -> Manifest:
-    """Every rank calls it. What was loaded comes back; if anything is wrong on one rank, all raise and nothing has changed."""
-    listed = ends.decide("the checkpoints there are", lambda: json.dumps([*map(str, kept.candidates(folder))]))
+def load_into(
+    folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, or_older: bool
+) -> Manifest:
+    """Every rank calls it. What was loaded comes back; if anything is wrong on one rank, all raise and nothing has changed.
+
+    The folder is that of the first rank, and what is wrong with it is told to all.
+    """
+    listed = ends.decide("the checkpoints there are", lambda: json.dumps([*map(str, kept.candidates(Path(folder)))]))
     places = [Path(path) for path in json.loads(listed)]
     for place, next_one in zip(places, [*places[1:], None], strict=True):
         try:

@@ -301,7 +301,7 @@ class Pipeline(OwnStages):
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
         companions = self._companions(optimizer, scheduler, data)
-        loaded = load_into(Path(folder), self.tensors, self._ends, companions, or_older=or_older)
+        loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
         self.schedule.steps = loaded.step
         return dict(loaded.extra)
 
