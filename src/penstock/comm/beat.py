@@ -54,14 +54,15 @@ def family_of(address: str) -> socket.AddressFamily:
 def main() -> None:
     task = json.loads(sys.stdin.readline())
     process, seconds = os.getppid(), float(task["seconds"])
-    socks: dict[str, socket.socket] = {}
+    socks: dict[int, socket.socket] = {}  # one of each kind that is needed, however many peers there are
     while os.getppid() == process:
         pulse = PULSE.pack(task["rank"], time.monotonic_ns(), state_of(process)[0].encode() or b"-")
         for address, port, key in task["peers"]:
             try:
-                if address not in socks:
-                    socks[address] = socket.socket(family_of(address), socket.SOCK_DGRAM)
-                socks[address].sendto(pulse + sign(bytes.fromhex(key), pulse), socket.MSG_DONTWAIT, (address, port))
+                family = family_of(address)
+                if family not in socks:
+                    socks[family] = socket.socket(family, socket.SOCK_DGRAM)
+                socks[family].sendto(pulse + sign(bytes.fromhex(key), pulse), socket.MSG_DONTWAIT, (address, port))
             except OSError:
                 continue  # the network is gone, and the silence says so
         if select.select([sys.stdin], [], [], seconds)[0]:
