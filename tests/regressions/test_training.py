@@ -711,3 +711,15 @@ def test_a_forward_with_a_mind_of_its_own_is_recomputed(kind: type[Branches]) ->
     assert all(grad is not None for grad in recomputed)
     assert close(recomputed, grads_of(modules))
     assert getattr(modules[0], "count", 2 * count) == 2 * count
+
+
+def test_a_stage_without_data_runs_alone() -> None:
+    """A lone rank had its stage's device for its own, whatever that was: on meta tensors, which show shapes and cost nothing, a
+    step failed when it asked torch for the autocast of that device."""
+    stage = penstock.PipelineStage(nn.Linear(4, 4, device="meta"), 0, 1, "meta")
+    schedule = Schedule.from_plan(get_schedule("1f1b")(1, 2), [stage], loss_fn=lambda output, _: output.sum())
+    x = torch.ones(4, 4, device="meta")
+    with schedule.record() as recording:
+        output = schedule.step(x, target=x)
+    assert output.shape == (4, 4)
+    assert recording.timeline.makespan > 0

@@ -21,6 +21,7 @@ from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
 from penstock.run.call_arguments import tensors_given
 from penstock.run.ties import Ties
+from penstock.stage.buffers import accelerators
 from penstock.stage.pipeline_stage import Group, PipelineStage, RankGroup, place_in
 
 Boundary: TypeAlias = tuple[int, str, list[str]]  # the stage that comes after it, who says it, and what it says
@@ -38,7 +39,8 @@ def transport_of(group: Group, device: torch.device, stage: PipelineStage | None
         assert not isinstance(group, RankGroup), "what has ranks of its own is a transport"
         return DistributedTransport.of(group, device=device)
     alone = LocalWorld(1).transports[0]
-    alone.device = device  # by which its actions are timed, and its memory is counted
+    if accelerators(device, ()):  # else the host does the work, or a stage without data does none
+        alone.device = device  # by which its actions are timed, and its memory is counted
     return alone if stage is None else _ALONE.setdefault(stage, alone)
 
 
