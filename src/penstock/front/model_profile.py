@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -37,7 +36,8 @@ def estimated_profile(request: Request, ends: Ends) -> Profile:
     for name, module in zip(layer_names(modules), modules, strict=True):
         weight = 1.0 + sum(p.numel() for p in module.parameters())
         rows.append(LayerCost(name, weight, weight, weight, parameter_bytes=sum(p.nbytes for p in module.parameters())))
-    return Profile(tuple(rows), metadata={"unit": "", "estimated": "the number of parameters", "places": where})
+    places = None if where is None else [list(place) for place in where]  # as they come back from a file
+    return Profile(tuple(rows), metadata={"unit": "", "estimated": "the number of parameters", "places": places})
 
 
 def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
@@ -49,7 +49,7 @@ def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
     return capture_layers(request.model, request.args, request.kwargs, num_stages=most, **of_cut.of_capture)
 
 
-def measured_profile(request: Request, ends: Ends, barrier: Callable[[], object]) -> Profile:
+def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
     """What the layers cost on this rank, while the others measure theirs: `barrier` waits for them."""
     args, kwargs = microbatch_of(request)
     layers, where = _layers(request, ends)
@@ -63,7 +63,7 @@ def measured_profile(request: Request, ends: Ends, barrier: Callable[[], object]
     return without_calls(measured, ends.device)
 
 
-def together(ends: Ends, measure: Callable[[Callable[[], object]], Profile]) -> Callable[[], Profile]:
+def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
     """What layers cost while all ranks are at work: all measure at the same time, and the median over the ranks counts.
 
     `measure` is handed a barrier, to call when it is about to begin. The first rank asks for the outcome, and gets its own error
@@ -72,9 +72,14 @@ def together(ends: Ends, measure: Callable[[Callable[[], object]], Profile]) -> 
     """
     if isinstance(ends.transport, LocalTransport):
         return lambda: measure(lambda: None)
-    barrier = cache(
-        lambda: ends.gather("about to measure the layers", None)
-    )  # they meet once, however often it is called
+    met = False
+
+    def barrier() -> None:
+        nonlocal met
+        if not met:  # the ranks meet here once, also if that fails: the others go on to what follows
+            met = True
+            ends.gather("about to measure the layers", None)
+
     mine: Profile | Exception
     try:
         mine = measure(barrier)
