@@ -24,7 +24,7 @@ that an action needs belongs to its own microbatch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -213,13 +213,27 @@ def is_pair(kinds: Collection[int]) -> bool:
     return Op.F in kinds and not INPUT_GRADIENTS.isdisjoint(kinds)
 
 
-def _packer(op: int) -> Callable[[int, int], int]:
-    """What packs an action of this kind, given its stage and its microbatch: no check, no peer."""
-    return lambda stage, microbatch: op | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+_F, _I, _W, _B = map(int, (Op.F, Op.I, Op.W, Op.B))
 
 
-# A packed F, I, W and B: `forward(2, 0)` is that of 2F0.
-forward, backward_input, backward_weight, backward = (_packer(int(op)) for op in (Op.F, Op.I, Op.W, Op.B))
+def forward(stage: int, microbatch: int) -> int:
+    """A packed F."""
+    return _F | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+
+
+def backward_input(stage: int, microbatch: int) -> int:
+    """A packed I."""
+    return _I | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+
+
+def backward_weight(stage: int, microbatch: int) -> int:
+    """A packed W."""
+    return _W | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
+
+
+def backward(stage: int, microbatch: int) -> int:
+    """A packed B."""
+    return _B | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT
 
 
 def text(code: int) -> str:

@@ -29,7 +29,10 @@ class Lists(Sequence[tuple[int, ...]]):
     @overload
     def __getitem__(self, rank: slice) -> tuple[tuple[int, ...], ...]: ...
     def __getitem__(self, rank: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        asked = range(self._num_ranks)[rank]
+        try:
+            asked = range(self._num_ranks)[rank]
+        except IndexError:
+            raise IndexError(f"rank {rank} of {self._num_ranks}") from None
         return self._made(asked) if isinstance(asked, int) else tuple(map(self._made, asked))
 
     def __eq__(self, other: object) -> bool:

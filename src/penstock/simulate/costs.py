@@ -98,11 +98,12 @@ class Costs:
         for link in self.links:
             if min(link[:2]) < 0 or link.sender == link.receiver or not 0 <= link.latency <= _MOST:
                 raise PlanError(f"costs: {link}; expected two ranks and a finite latency >= 0")
-        for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
-            if bandwidth is not None and (not 1 / _MOST <= bandwidth <= _MOST or self.output_bytes is None):
+        ways: Sequence[Costs | Link] = (self, *self.links)
+        for way in ways:
+            if way.bandwidth is not None and (not 1 / _MOST <= way.bandwidth <= _MOST or self.output_bytes is None):
+                given = way if isinstance(way, Link) else f"bandwidth={way.bandwidth}"
                 raise PlanError(
-                    f"costs: bandwidth={bandwidth}; a bandwidth must be above 0 and needs output_bytes, the bytes of each "
-                    "stage's output"
+                    f"costs: {given}; a bandwidth must be above 0 and needs output_bytes, the bytes of each stage's output"
                 )
         if self.copy_bandwidth is not None and self.copy_bandwidth < 1 / _MOST:
             raise PlanError(
