@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from fractions import Fraction
 from itertools import accumulate
 from operator import add, sub
@@ -14,7 +15,7 @@ from penstock.balance.profile import Profile
 class Problem:
     """A profile, a placement and the limits, ready for the solvers. Cut 0 is the front, cut num_layers the end.
 
-    Times are whole multiples of 1/scale: every float is one, so nothing is rounded.
+    Times are whole multiples of 1/scale: every float is one, so nothing is rounded. Nobody changes one that is made.
     """
 
     def __init__(
@@ -66,6 +67,12 @@ class Problem:
         # For each stage: the sums of layer_memory before each cut.
         sums = {held: [0, *accumulate(self.layer_memory(held))] for held in set(in_flight)}
         self.memory_prefix = [sums[held] for held in in_flight]
+
+    def within(self, limits: tuple[int, ...]) -> Problem:
+        """The same problem under other limits; what was worked out for this one holds for it too."""
+        other = copy(self)
+        other.limits = limits
+        return other
 
     def ends(self, stage: int) -> list[int]:
         """With `starts`: the cost of layers a..b as this stage is ends[b] - starts[a]."""

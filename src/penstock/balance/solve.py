@@ -112,9 +112,8 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     low, high, best = 0, heaviest(problem), None
     while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
-        problem.limits = (max(limit, 1),) * problem.num_ranks
         try:
-            found = _solve(problem, "stage")
+            found = _solve(problem.within((max(limit, 1),) * problem.num_ranks), "stage")
         except BalanceError:  # too many cuts to weigh them all, and no simple one keeps to so little
             found = None
         if found is None:

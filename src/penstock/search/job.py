@@ -57,6 +57,9 @@ class SearchJob:
         # the weight gradient.
         self.held = self._per_task((costs.held_to_input[stage], 0.0) for stage in self.stage_of_link)
         self.kept = self._per_task((costs.held_to_weight[stage], 0.0) for stage in self.stage_of_link)
+        # By task: the memory without which the list scheduler begins no forward. What is kept for the weight gradient may be
+        # more than what was held before, and there must be room for it then.
+        self.reserved = tuple(map(max, self.held, self.kept))
         back = range(self.num_tasks // 2, self.num_tasks)  # the tasks that are input gradients
         # Whether a backward in one piece takes less time than its halves, or holds less than between them.
         self.merges = any(

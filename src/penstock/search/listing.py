@@ -64,8 +64,7 @@ def list_schedule(job: SearchJob, keys: list[float], manner: Manner) -> tuple[fl
     `keys` say by task how urgent it is: the least comes first. Within a link they grow with the microbatch.
     """
     size, num_tasks, ranks = job.num_microbatches, job.num_tasks, range(job.placement.num_ranks)
-    # A forward begins only with room for what is kept for its weight gradient, which may be more than what is held before.
-    times, held, kept, unsplit = list(job.time), list(map(max, job.held, job.kept)), list(job.kept), manner.unsplit(job)
+    times, held, kept, unsplit = list(job.time), list(job.reserved), list(job.kept), manner.unsplit(job)
     for task in unsplit:
         times[task], kept[task] = job.whole_time[task], 0.0
         held[task] = held[(job.num_links - 1 - task // size) * size + task % size] = job.held[task]
