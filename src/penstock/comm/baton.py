@@ -133,9 +133,11 @@ class Baton:
             for rank, waiting in enumerate(self._waiting)
         )
         for rank, waiting in enumerate(self._waiting):
+            if waiting is None:  # it has left
+                continue
             if (gone := self._gone(rank)) is not None:
                 self._errors[rank] = PeerFailed(gone, None, None, None, f"it has left; {everyone}")
-            elif waiting is not None:
+            else:
                 self._errors[rank] = StepTimeout(f"every rank waits, and nothing is on its way: {everyone}")
 
     def _gone(self, rank: int) -> int | None:

@@ -259,8 +259,10 @@ def sorted_options(given: Mapping[str, Value]) -> tuple[ModelOptions, CutOptions
             near = difflib.get_close_matches(name, [*FIRST, *known], n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}=?" if near else "docs/guides/options.md has them all"
             raise UnknownNameError(f"Pipeline has no option {name}=; {meant}")
-    groups: Value = (group(**{name: given[name] for name in given if known[name] is group}) for group in GROUPS)
-    return tuple(groups)
+    of_model, of_cut, of_ranks, of_steps = (
+        {name: value for name, value in given.items() if known[name] is group} for group in GROUPS
+    )
+    return ModelOptions(**of_model), CutOptions(**of_cut), RankOptions(**of_ranks), StepOptions(**of_steps)
 
 
 def check_named(example: object, loss_fn: object, schedule: object, microbatches: object) -> None:

@@ -55,7 +55,7 @@ class Tables:
     def put_back(self) -> None:
         for table, old in self.changed():
             table.clear()
-            (table.extend if hasattr(table, "extend") else table.update)(old)
+            (table.update if isinstance(table, dict | set) else table.extend)(old)  # a dict may have any attribute
 
 
 def _same(table: Value, old: Value) -> bool:

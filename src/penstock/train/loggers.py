@@ -113,7 +113,7 @@ def strict_json(said: Mapping[str, object]) -> str:
     strange = {
         name: repr(float(value)) for name, value in said.items() if isinstance(value, float) and not isfinite(value)
     }
-    whole = json.dumps({**said, "not_finite": strange} if strange else said)
+    whole = json.dumps({**said, "not_finite": strange} if strange else {**said})
     # Python's reader calls the function for each NaN and infinity that its writer has let through.
     return json.dumps(json.loads(whole, parse_constant=lambda word: None), allow_nan=False)
 
