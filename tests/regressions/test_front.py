@@ -22,8 +22,10 @@ from penstock.balance import LayerCost, Profile
 from penstock.batch import microbatch_sizes
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import BalanceError, PenstockError, RanksDisagree, RunError, SplitError, UnknownNameError
+from penstock.front.model_profile import together
 from penstock.plan import load
 from penstock.schedules import Recipe, get_schedule
+from penstock.stage.buffers import Tables
 from penstock.train import run_report
 from penstock.train.train_options import TrainOptions
 from tests.checkpoint.pipes import WIDTH, batch, make
@@ -406,3 +408,48 @@ def test_a_recipe_that_nobody_registered_pipelines_a_model() -> None:
         return [pipe.plan.name, *pipe.plan.lines()]
 
     assert LocalWorld(2).run(run) == [["mine", *get_schedule("gpipe")(2, 4).lines()]] * 2
+
+
+class LosesOne:
+    """The place of a rank whose first meeting fails."""
+
+    transport = None
+
+    def __init__(self) -> None:
+        self.met: list[str] = []
+
+    def gather(self, what: str, value: object) -> list[object]:
+        self.met.append(what)
+        if len(self.met) == 1:
+            raise RunError("the first meeting fails")
+        return [value]
+
+
+def test_ranks_meet_once_before_they_measure_also_if_that_fails() -> None:
+    """A rank whose meeting had failed went to it again, while the others had gone on to the next one."""
+    ends: Any = LosesOne()
+
+    def measure(barrier: Callable[[], None]) -> Profile:
+        barrier()
+        return Profile((LayerCost("only", 1.0),))
+
+    outcome = together(ends, measure)
+    assert ends.met == ["about to measure the layers", "what the layers cost on each rank"]
+    with pytest.raises(RunError, match="the first meeting fails"):
+        outcome()
+
+
+class Attributes(dict[str, Any]):
+    """As addict and munch have them: whatever is asked for is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, Attributes())
+
+
+def test_a_dictionary_with_every_attribute_is_put_back() -> None:
+    """It was taken for a list, since it answered to `extend`; what it held was gone by then."""
+    table = Attributes(rate=1.0)
+    before = Tables([table])
+    table["rate"] = 2.0
+    before.put_back()
+    assert table == {"rate": 1.0}
