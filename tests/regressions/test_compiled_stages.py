@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 
@@ -206,6 +207,111 @@ def test_a_weight_of_a_graph_and_of_the_loss_hears_of_both_in_one_backward(name:
     for rows, labels in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
         (loss(model(rows), labels) * (2 / 3)).backward()  # two steps, a third of the rows
     assert close(got, grads_of(modules))
+
+
+class Keeps(UsedOutside):
+    """Changes its input in place, and counts its calls in an attribute, in a list and in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.count = 0, [], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(x)
+        return super().forward(x)
+
+    @torch._dynamo.disable
+    def change(self, x: Tensor) -> None:
+        x.mul_(1.5)
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.count += 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_forward_that_is_run_again_for_its_weights_leaves_no_trace_of_the_first_run(name: str) -> None:
+    """Random numbers and buffers were put back. An input that the stage changes in place was changed twice, so that the
+    microbatch had another loss and other gradients, and counters were one too high."""
+    torch.manual_seed(0)
+    modules = [Keeps().double() for _ in range(2)]
+    for module in modules:
+        module.compile(backend="aot_eager")
+    x, y = batch(6)
+    given = x.clone()
+    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(given, target=y), modules=modules)
+    torch.testing.assert_close(given, x * 1.5)
+    for module in modules:
+        assert (module.calls, module.seen, module.count) == (3, [1, 2, 3], 3)
+        module._compiled_call_impl = None
+    got = grads_of(modules)
+    model = nn.Sequential(*modules)
+    model.zero_grad()
+    for rows, labels in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        (nn.functional.mse_loss(model(rows), labels) / 3).backward()
+    assert close(got, grads_of(modules))
+
+
+class CountingLoss(nn.Module):
+    """Has a weight of the last stage, a norm, and a counter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.norm = nn.BatchNorm1d(WIDTH).double()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.mse_loss(self.norm(output @ self.weight), target)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_that_is_run_again_for_its_weights_counts_each_microbatch_once(name: str) -> None:
+    """The buffers of a loss that is a module were not put back: its batch norms saw the first microbatch twice."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+    for module in modules:
+        module.compile(backend="aot_eager")
+    loss = CountingLoss(modules[-1])
+    expected = copy.deepcopy(loss.norm)
+    seen: list[Tensor] = []
+
+    def look_on(norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not recomputing():
+            seen.append(args[0].detach())
+
+    loss.norm.register_forward_hook(look_on)
+    x, y = batch(6)
+    on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules, loss_fn=loss)
+    assert (len(seen), loss.calls) == (3, 3)
+    for one in seen:
+        expected(one)
+    for mine, other in zip(loss.norm.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_weights_that_were_put_in_the_place_of_others_hear_once_too(name: str) -> None:
+    """What other code uses was known by the parameters of the first step. Those that `load_state_dict(assign=True)` puts there
+    have the same guards, so nothing is compiled again, and their hooks fired for the graph and for the other code."""
+    torch.manual_seed(0)
+    modules = [ScaledOutside().double() for _ in range(2)]
+    for module in modules:
+        module.compile(backend="aot_eager")
+    fired: list[str] = []
+    x, y = batch(6)
+
+    def run(schedule: Schedule, rank: int) -> None:
+        schedule.step(x, target=y)
+        module = modules[rank]
+        module.load_state_dict({key: value.clone() for key, value in module.state_dict().items()}, assign=True)
+        for key, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, key=f"{rank}.{key}": fired.append(key))
+        schedule.step(x, target=y)
+
+    on_ranks(name, 2, 3, run, modules=modules)
+    names = [f"{index}.{key}" for index, module in enumerate(modules) for key, _ in module.named_parameters()]
+    assert {key: fired.count(key) for key in names} == dict.fromkeys(names, 3)
 
 
 class EagerBehindAGraph(nn.Module):

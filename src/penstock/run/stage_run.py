@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import StageError
 from penstock.nest import Value, tensors_in
@@ -33,7 +33,7 @@ from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
 from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
-from penstock.stage.recompute import Repeats, second_run
+from penstock.stage.recompute import AtOnce, Repeats
 from penstock.stage.rehearsal import refuse_fake
 from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
@@ -219,14 +219,14 @@ class StageRun:
         compiled = self.compiled
         if compiled is None or compiled.looked or not self.grad:
             return self.call_once(microbatch, args, kwargs)
-        rewind = remember(self.module, args)
-        output = self.call_once(microbatch, args, kwargs)
+        given = [self.module, None if self.last is None else self.inputs.loss_fn]
+        attempt = AtOnce([one for one in given if isinstance(one, nn.Module)], (args, kwargs))
+        output = self.call_once(microbatch, *attempt.given)
         loss = None if self.last is None else self.last.losses[microbatch]
         if compiled.look(tensors_in((output, loss))):
             if self.last is not None:
                 self.last.losses[microbatch] = None
-            rewind()
-            with second_run():
+            with attempt.second():
                 output = self.call_once(microbatch, args, kwargs)
         return output
 

@@ -19,7 +19,7 @@ that. There is nothing to run it again from. So of such a microbatch the first r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -29,11 +29,12 @@ from torch.nn.modules import module as of_all_modules
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Before, Buffers, Modes, RandomState, Tables, accelerators
+from penstock.stage.buffers import Before, Buffers, InPlace, Modes, RandomState, Tables, accelerators, attributes_of
 from penstock.stage.refill import EXPECTED, DropSaved, Refill, Trial, is_plain, name, roots
 from penstock.stage.repeated_hooks import RepeatedHooks
 
 _thread = threading.local()
+_OF_MODULES = frozenset(vars(nn.Module()))  # tables that every module has: parameters, hooks and the like
 
 
 def recomputing() -> bool:
@@ -56,6 +57,41 @@ def second_run() -> Iterator[None]:
         yield
     finally:
         _thread.again = before
+
+
+class AtOnce:
+    """A run that may show that it has to be done again, in another way, as if it had not been.
+
+        attempt = AtOnce([module, loss], (args, kwargs))
+        output = run(*attempt.given)
+        with attempt.second():
+            output = run(args, kwargs)
+
+    Beside random numbers and buffers, what modules keep in attributes goes back to what it was, and so do inputs that were
+    changed in place. Those that have a history of their own are copies, made for that: the first run gets others. All hooks are
+    called in both: what the second run computes may go by what a hook has left.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], given: tuple[tuple[Value, ...], dict[str, Value]]) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        own = [part for part in parts if not type(part).__module__.startswith("torch.")]
+        tensors = list(tensors_in(given))
+        made = any(not one.is_leaf for one in tensors)
+        self.given = map_tensors(lambda one: one if one.is_leaf else one.clone(), given) if made else given
+        self.attributes = attributes_of(own, leave=_OF_MODULES)
+        self.changed = InPlace(tensors, own)
+        self.buffers = Buffers(modules).look(())
+        devices = accelerators(torch.device("cpu"), [*tensors, *(one.buffer for one in self.buffers.seen)])
+        self.random = RandomState(devices)
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        self.random.set()
+        self.attributes.put_back()
+        self.changed.put_back()
+        self.buffers.put_back()
+        with second_run():
+            yield
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ keeps more than that there is found out when its first microbatch comes (`refuse
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +28,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import StageError
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import Tables, memory_of, remember
+from penstock.stage.buffers import InPlace, attributes_of, memory_of, remember
 from penstock.stage.compiled import on_call
 from penstock.stage.twins import HOOKS, CompiledPart, CompiledParts
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-_TABLES = (dict, OrderedDict, defaultdict, list, set)  # and nothing that derives from them: it may refuse to be filled
 _aten = torch.ops.aten
 _READ = _aten._local_scalar_dense.default  # the value of a tensor, for Python
 _FROM_SHAPES = frozenset(  # what these give depends on the shape, the type and the device of what they are given
@@ -171,13 +170,14 @@ def _rewound(module: nn.Module) -> Iterator[None]:
     >>> counter.calls, counter.seen, hasattr(counter, "mask")
     (0, [], False)
     """
-    own = [vars(part) for part in module.modules()]
-    attributes = Tables([*own, *(value for table in own for value in table.values() if type(value) in _TABLES)])
+    attributes = attributes_of(module.modules())
+    changed = InPlace((), module.modules())
     rest = remember(module, ())
     try:
         yield
     finally:
         attributes.put_back()
+        changed.put_back()
         rest()
 
 
