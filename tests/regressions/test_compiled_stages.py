@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -228,12 +228,21 @@ class Keeps(UsedOutside):
         self.count += 1
 
 
+def as_fully_shard_does(module: nn.Module) -> nn.Module:
+    """Of a class that torch has derived from the user's."""
+    module.__class__ = type("FSDPKeeps", (type(module),), {"__module__": "torch.distributed.fsdp"})
+    return module
+
+
+@pytest.mark.parametrize("made", [nn.Module.train, as_fully_shard_does])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_a_forward_that_is_run_again_for_its_weights_leaves_no_trace_of_the_first_run(name: str) -> None:
+def test_a_forward_that_is_run_again_for_its_weights_leaves_no_trace_of_the_first_run(
+    name: str, made: Callable[[nn.Module], nn.Module]
+) -> None:
     """Random numbers and buffers were put back. An input that the stage changes in place was changed twice, so that the
     microbatch had another loss and other gradients, and counters were one too high."""
     torch.manual_seed(0)
-    modules = [Keeps().double() for _ in range(2)]
+    modules = [made(Keeps().double()) for _ in range(2)]
     for module in modules:
         module.compile(backend="aot_eager")
     x, y = batch(6)

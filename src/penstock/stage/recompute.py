@@ -74,7 +74,7 @@ class AtOnce:
 
     def __init__(self, modules: Sequence[nn.Module], given: tuple[tuple[Value, ...], dict[str, Value]]) -> None:
         parts = [part for module in modules for part in module.modules()]
-        own = [part for part in parts if not type(part).__module__.startswith("torch.")]
+        own = [part for part in parts if not _is_of_torch(part)]
         tensors = list(tensors_in(given))
         made = any(not one.is_leaf for one in tensors)
         self.given = map_tensors(lambda one: one if one.is_leaf else one.clone(), given) if made else given
@@ -237,6 +237,11 @@ class Repeats:
 
     def clear(self) -> None:
         self.kept[:] = [None] * len(self.kept)
+
+
+def _is_of_torch(part: nn.Module) -> bool:
+    """Whether all of its class is torch's. (`fully_shard` makes classes that derive from the user's.)"""
+    return all(kind.__module__.startswith(("torch.", "builtins")) for kind in type(part).__mro__)
 
 
 def _copies(given: Value) -> Value:
