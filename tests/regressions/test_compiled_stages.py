@@ -260,6 +260,25 @@ def test_a_forward_that_is_run_again_for_its_weights_leaves_no_trace_of_the_firs
     assert close(got, grads_of(modules))
 
 
+class OfTheUser(nn.Linear):
+    """A layer whose attributes are put back."""
+
+
+@pytest.mark.filterwarnings("error::penstock.NotCompiled")
+def test_a_graph_that_is_called_again_at_once_is_known_to_be_one() -> None:
+    """The call of a stage was put back to that which asks whether there is a graph, and then went past the one that answers."""
+    torch.manual_seed(0)
+    modules = [OfTheUser(WIDTH, WIDTH).double() for _ in range(2)]
+    for module in modules:
+        module.compile(backend="aot_eager")
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) + modules[-1].weight.square().sum()
+
+    x, y = batch(6)
+    on_ranks("zb-h1", 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules, loss_fn=loss)
+
+
 class CountingLoss(nn.Module):
     """Has a weight of the last stage, a norm, and a counter."""
 

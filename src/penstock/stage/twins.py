@@ -124,7 +124,8 @@ class CompiledPart:
     def first_call(self, *args: object, **kwargs: object) -> object:
         """The twin's first call in a step, which shows whether there is a graph in it."""
         try:
-            output = self.told_if_untraced(args, kwargs)
+            # It stands here again where a forward is run a second time, as if the first had not been (`AtOnce`).
+            output = self.shortcuts(*args, **kwargs) if self.called else self.told_if_untraced(args, kwargs)
         except Exception:
             self.compile(alone=True)  # torch.compile may have given up on code that was called with something wrong
             raise
