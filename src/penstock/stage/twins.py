@@ -166,7 +166,7 @@ class CompiledParts:
         # Parameters of graphs one of which other code was found to use, too.
         self.used_outside: dict[int, Tensor] = {}
         self.looked_at: int | None = None  # how many graphs there were when `look` last looked for such
-        self.parameters: Sequence[Tensor] = ()  # when a step began in which that mattered
+        self.parameters: Sequence[Tensor] = ()  # as they were at the beginning of a step
         inside: set[nn.Module] = set()
         for part in module.modules():
             found = _compiled_call(part)
@@ -236,7 +236,7 @@ class CompiledParts:
         if self.before is not None:
             return
         self.before, self.listeners = [], Listeners()
-        if self.used_outside or not self.looked:
+        if self.used_outside or not self.parameters:
             parameters = [parameter for part in self.parts for parameter in part.module.parameters()]
             if list(map(id, parameters)) != list(map(id, self.parameters)):  # others were put there since
                 self.used_outside, self.looked_at, self.parameters = {}, None, parameters
