@@ -31,9 +31,9 @@ from tests.gloo_pool import GlooPool
 ROOT = Path(penstock.__file__).resolve().parent
 
 # A warm step of two ranks as threads, one stage a rank, four microbatches.
-FRAMES = 14  # of penstock between the caller of Pipeline.step and the module's forward
-FILES = 37  # with a function that is called in the step, on either rank
-CALLS = (389, 433)  # of penstock's functions, on rank 0 and on rank 1
+FRAMES = 12  # of penstock between the caller of Pipeline.step and the module's forward
+FILES = 35  # with a function that is called in the step, on either rank
+CALLS = (363, 407)  # of penstock's functions, on rank 0 and on rank 1
 
 # Methods and properties of subclasses of Schedule, by package, that hide one of a base class; constructors aside.
 OVERRIDES = {"front": 4, "compat": 14, "integrations": 1}

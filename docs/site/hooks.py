@@ -160,7 +160,9 @@ def public_names(package: str) -> list[str]:
     import penstock
 
     module = importlib.import_module(f"penstock.{package}")
-    listed = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    listed = getattr(module, "__all__", None) or [
+        name for name in vars(module) if not name.startswith(("_", "TYPE_CHECKING"))
+    ]
     top = {name: home for name, home in penstock._HOME.items() if home.split(".")[1] == package}
     lazy = package == "compat"  # torch's own names, which torch describes, are loaded when they are asked for
     loaded = vars(module) if lazy else {name: getattr(module, name, None) for name in listed}

@@ -18,7 +18,7 @@ PenstockError
 └── RunError                  a step went wrong; also a RuntimeError
     ├── PeerFailed            another rank raised: rank, stage, action, microbatch, cause
     ├── ReplicaFailed         another data-parallel replica of a stage failed in this step
-    ├── OutOfMemory           a rank had no memory left for an action: rank, action
+    ├── OutOfMemory           a rank had no memory left for an action: rank, action, remedy
     ├── DeviceFailed          the device of this rank reports an error: rank, step, action if that is known, cause
     ├── RanksDisagree         ranks are about to run different things
     ├── StepTimeout           a bounded wait ran out
@@ -28,10 +28,14 @@ UnevenCut, a warning: the stages that penstock cut are far from even.
 NotDeferred, a warning: linear layers whose weight work a split backward cannot put off.
 NotCompiled, a warning: a stage that should be compiled runs eagerly.
 OverLimit, a warning: a step held more than its memory_limit.
-HoldsLess, a warning: after running out of memory a pipeline goes on under a plan that holds less.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.plan import Plan
 
 
 class PenstockError(Exception):
@@ -188,10 +192,17 @@ class OutOfMemory(RunError):
         try:
             pipe.step(batch, target=labels)
         except penstock.OutOfMemory as error:
-            print(error.rank, error.action, error.cause)
+            if error.remedy is None:
+                raise
+            pipe.zero_grad()  # the failed step may have left a part of its gradients
+            pipe.run_plan(error.remedy)
 
-    ``rank`` and ``action`` say where, ``cause`` what was asked for there and what was held.
+    ``rank`` and ``action`` say where, ``cause`` what was asked for there and what was held. ``remedy`` is a plan that holds less,
+    the same on every rank: the stages of that rank are recomputed (all stages, if they are already); None: nothing is left to
+    recompute.
     """
+
+    remedy: Plan | None = None
 
     def __init__(self, rank: int, action: str | None, cause: str) -> None:
         self.rank = rank
@@ -199,8 +210,8 @@ class OutOfMemory(RunError):
         self.cause = cause
         where = "" if action is None else f" in action {action}"
         super().__init__(
-            f"rank {rank} ran out of memory{where}: {cause}. Set recompute=True (or a list of stages), memory_limit= "
-            'or on_oom="replan", or cut the batch into more microbatches'
+            f"rank {rank} ran out of memory{where}: {cause}. Call pipe.run_plan(error.remedy), set recompute=True (or a list of "
+            "stages) or memory_limit=, or cut the batch into more microbatches"
         )
 
 
@@ -274,11 +285,4 @@ class OverLimit(UserWarning):
     """A warning, no error: a step held more on this rank than `memory_limit` allows.
 
     warnings.filterwarnings("error", category=penstock.OverLimit)  # stop there
-    """
-
-
-class HoldsLess(UserWarning):
-    """A warning, no error: a rank ran out of memory, and the batch is done again under a plan that holds less.
-
-    warnings.filterwarnings("ignore", category=penstock.HoldsLess)
     """

@@ -1,8 +1,7 @@
-"""A rank of one replica runs out of memory: all replicas are as before the step, or take the same leaner plan together."""
+"""A rank of one replica runs out of memory: the step fails on all replicas, and the next one works."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.plan import Op
 from tests.front.test_out_of_memory import ROOM, SAVED, Tight, data
 from tests.gloo_pool import GlooPool
 
@@ -42,45 +40,25 @@ def train(kind: str, tight: bool, **options: Any) -> tuple[list[Any], list[Tenso
     return losses, [*(local(p.grad) for p in module.parameters()), *map(local, module.buffers())], pipe.plan  # type: ignore[arg-type]
 
 
-def replan(kind: str) -> bool:
-    expected = train(kind, tight=False, recompute=[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", penstock.HoldsLess)
-        losses, state, plan = train(kind, tight=True, on_oom="replan")
-    assert losses == expected[0]
-    assert all(map(torch.equal, state, expected[1]))
-    assert {action.stage for action in plan.actions(0) if action.op is Op.R} == {0}  # type: ignore[union-attr]
-    assert not any(action.op is Op.R for action in plan.actions(1))  # type: ignore[union-attr]
-    return any(issubclass(one.category, penstock.HoldsLess) for one in caught)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_all_replicas_take_the_same_leaner_plan(gloo_pool: GlooPool, kind: str) -> None:
-    told = gloo_pool.run(4, replan, kind)
-    assert told == [True, False, False, False]  # one rank speaks for all
-
-
-def give_up(kind: str) -> list[str]:
+def give_up(kind: str) -> str:
     pipe, module, _ = pipeline(kind, tight=False)
     x, y = data()
     pipe.step(x, target=y)
-    before = [*(local(p.grad) for p in module.parameters()), *map(local, module.buffers())]  # type: ignore[arg-type]
     if torch.distributed.get_rank() == 2:
         module.budget = 2.5 * SAVED
     with pytest.raises(penstock.RunError) as caught:
         pipe.step(x, target=y)
-    after = [*(local(p.grad) for p in module.parameters()), *map(local, module.buffers())]  # type: ignore[arg-type]
-    assert all(map(torch.equal, before, after))
     module.budget = ROOM
+    pipe.zero_grad()
     assert pipe.step(x, target=y).loss is not None
-    return [type(caught.value).__name__]
+    return type(caught.value).__name__
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_all_replicas_are_as_before_a_step_that_is_given_up(gloo_pool: GlooPool, kind: str) -> None:
+def test_a_step_fails_on_all_replicas_and_the_next_one_works(gloo_pool: GlooPool, kind: str) -> None:
     first, second, third, fourth = gloo_pool.run(4, give_up, kind)
-    assert third == fourth == ["OutOfMemory"]
-    assert {*first, *second} <= {"ReplicaFailed", "PeerFailed"}
+    assert third == fourth == "OutOfMemory"
+    assert {first, second} <= {"ReplicaFailed", "PeerFailed"}
 
 
 def same(kind: str, folder: str) -> None:

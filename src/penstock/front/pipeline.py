@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
 from penstock.capture import Pipe
-from penstock.errors import RunError, StageError
+from penstock.errors import OutOfMemory, RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
 from penstock.front.choice import Choice
@@ -28,10 +28,11 @@ from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
-from penstock.front.replan import Replanner, Undo, attempted, calibrated, recut
+from penstock.front.replan import Replanner, calibrated, recut
 from penstock.front.saving import Saving, prepare, save
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
+from penstock.lower import recompute_rank
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Plan
@@ -68,7 +69,7 @@ class Pipeline(OwnStages):
       `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
       `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `parallelize`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `on_oom`, `share_loss`, `run_folder`, `group_rows`, `replan`,
+    - of the steps: `loss_scale`, `share_loss`, `run_folder`, `group_rows`, `replan`,
       `collect_every`, and those of a `Schedule`:
       `scale_grads`, `seed`, `rng`, `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
@@ -103,7 +104,6 @@ class Pipeline(OwnStages):
         modules = [stage.submod for stage in self._built.stages]
         state = of_cut.optimizer_bytes if self._built.choice is None else self._built.choice.optimizer_bytes
         self._memory = MemoryKeeper(modules, self._ends, of_cut.memory_limit, state)
-        self._undo = Undo(modules, self._ends.device)
         known = Costs.unit(self.plan) if self._built.choice is None else self._built.choice.costs
         self._replanner = None if of_steps.replan is None else Replanner(of_steps.replan, known)
         self._saving: Saving | None = None  # a checkpoint that is being written
@@ -355,22 +355,24 @@ class Pipeline(OwnStages):
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
     def _run(self, batch: StepBatch, **options: Value) -> Value:
-        """A step of the schedule, measured and counted where that is wanted; what to do if a rank runs out of memory."""
-
-        def attempt() -> Value:
-            schedule = self._of_step(batch.few)
-            schedule.problem = batch.problem
-            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            usual = schedule is self.schedule  # another one says nothing of the plan
-            measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
-            given = (batch.args, batch.kwargs)
-            counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
+        """A step of the schedule, measured and counted where that is wanted."""
+        schedule = self._of_step(batch.few)
+        schedule.problem = batch.problem
+        schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
+        usual = schedule is self.schedule  # another one says nothing of the plan
+        measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
+        given = (batch.args, batch.kwargs)
+        counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
+        try:
             with measured, counted:
                 value = schedule.step(*batch.args, target=batch.target, **options, **batch.kwargs)
-            self.schedule.steps = schedule.steps
-            return value
-
-        return attempted(attempt, self._undo, self, again=self._of_steps.on_oom == "replan")
+        except OutOfMemory as error:
+            error.remedy = recompute_rank(
+                self.plan, error.rank
+            )  # of all microbatches, also where the batch had few rows
+            raise
+        self.schedule.steps = schedule.steps
+        return value
 
     def _tidy_up(self) -> None:
         """After a step, on all ranks alike: take note of another plan, collect garbage."""

@@ -158,7 +158,7 @@ class RankOptions:
 
 
 # What a Schedule does not have.
-_OWN = ("collect_every", "few_rows", "loss_scale", "on_oom", "run_folder", "share_loss", "group_rows", "replan")
+_OWN = ("collect_every", "few_rows", "loss_scale", "run_folder", "share_loss", "group_rows", "replan")
 
 
 @takes(StageError)
@@ -168,7 +168,6 @@ class StepOptions:
 
     loss_scale: Value = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
-    on_oom: str = "raise"  # or "replan": do the batch again under a plan that holds less
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
     # A batch of fewer rows than microbatches is cut into fewer; then every rank has to give the batch.
@@ -192,8 +191,6 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.rng not in (None, "per-microbatch"):
             raise StageError(f'rng={self.rng!r}; expected "per-microbatch", or nothing')
-        if self.on_oom not in ("raise", "replan"):
-            raise StageError(f'on_oom={self.on_oom!r}; expected "raise" or "replan"')
         check_sparing(self.recompute, self.offload, self.offload_to)
         check_flags(self, "share_loss", "few_rows", "scale_grads", "dynamic")
         if self.collect_every is not None:

@@ -8,7 +8,7 @@ from penstock.lower.merge import merge_backward
 from penstock.lower.message_pass import Ahead, Early, InTurn, JustInTime, ReceivePolicy, add_messages
 from penstock.lower.offload_pass import offload
 from penstock.lower.one_order import add_messages_in_one_order
-from penstock.lower.recompute_pass import recompute
+from penstock.lower.recompute_pass import recompute, recompute_rank
 from penstock.lower.reduce import add_reduce_grad
 from penstock.lower.shards import add_unshard_reshard
 
@@ -29,4 +29,5 @@ __all__ = [
     "merge_backward",
     "offload",
     "recompute",
+    "recompute_rank",
 ]

@@ -47,6 +47,25 @@ def recompute(
     return made if costs is None else _moved_up(made, costs, memory_limit)
 
 
+def recompute_rank(plan: Plan, rank: int) -> Plan | None:
+    """Recompute the stages of a rank; all stages, if those are recomputed already; None if all are.
+
+    >>> from penstock.schedules import get_schedule
+    >>> plan = recompute_rank(get_schedule("gpipe")(2, 2), 0)
+    >>> print(*plan.lines(), sep="\\n")
+    rank 0: 0F0 0F1 0R0 0B0 0R1 0B1
+    rank 1: 1F0 1F1 1B0 1B1
+    >>> print(recompute_rank(recompute_rank(plan, 0), 0))
+    None
+    """
+    everything = recompute(plan)  # what is recomputed or offloaded already stays as it is
+    if everything == plan:
+        return None
+    here = [codes if other == rank else plan.codes[other] for other, codes in enumerate(everything.codes)]
+    found = plan.with_codes(here)
+    return everything if found == plan else found
+
+
 def _with_recompute(plan: Plan, rank: int, asked: Wanted) -> list[int]:
     again = {life.backward: [with_op(life.code, Op.R)] for life in lives(plan, rank, asked) if life.between}
     return inserted(plan.codes[rank], again, {})

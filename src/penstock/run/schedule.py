@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.batch import merge_chunks, split_batch, split_target
 from penstock.comm.transport import Transport
-from penstock.errors import PlanError, RunError, SplitError, StageError
-from penstock.lower import InTurn, ReceivePolicy
+from penstock.errors import OutOfMemory, PlanError, RunError, SplitError, StageError
+from penstock.lower import InTurn, ReceivePolicy, recompute_rank
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Placement, Plan, load
@@ -264,7 +264,11 @@ class Schedule:
             if self._binding.rng is not None:
                 self._binding.rng.step = self.steps
             with tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
-                outcome = runner.step(self._programs, mode, self._prepare(program, given))
+                try:
+                    outcome = runner.step(self._programs, mode, self._prepare(program, given))
+                except OutOfMemory as error:
+                    error.remedy = recompute_rank(self.plan, error.rank)  # the same on every rank, without a message
+                    raise
             self.steps += program.setting.grad
             return outcome
 

@@ -33,7 +33,6 @@ _TABLES = (dict, OrderedDict, defaultdict, list, set)  # and nothing that derive
 
 Modes = tuple[bool, ...]
 Table = dict[str, Tensor | None]
-Copy = Callable[[Tensor], Tensor]
 
 
 def modes_of(module: nn.Module) -> Modes:
@@ -138,7 +137,7 @@ class Before:
 class Buffers:
     """The buffers of some modules."""
 
-    def __init__(self, modules: Iterable[nn.Module], copy: Copy | None = None) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         parts = {part: name for module in modules for name, part in module.named_modules()}
         self.tables: list[tuple[str, Table]] = [(name, part._buffers) for part, name in parts.items()]
         # Changed past autograd's count, and perhaps not by the run that is learnt from: that one may leave a layer out.
@@ -148,7 +147,6 @@ class Buffers:
             if isinstance(part, _NormBase)
             for leaf in ("running_mean", "running_var")
         }
-        self.copy = copy or _copy
         self.changing: dict[Modes, set[str]] = {}  # by the modes of a run that has been learnt from
         self.copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}  # of those that are not known to change
 
@@ -161,7 +159,7 @@ class Buffers:
                 if buffer is not None and id(buffer) not in seen and not buffer.is_inference():
                     full = f"{part}.{name}" if part else name
                     changes = known is None or full in known or (full in self.silent and self.silent[full].training)
-                    value = self.copy(buffer) if changes else self._copied((number, full), buffer)
+                    value = _copy(buffer) if changes else self._copied((number, full), buffer)
                     seen[id(buffer)] = _Seen(full, buffer, buffer._version, value, changes)
         return Before(modes, [table for _, table in self.tables if table], list(seen.values()))
 
@@ -171,7 +169,7 @@ class Buffers:
             return None
         found = self.copies.get(place)
         if found is None or found[0] is not buffer or found[1] != buffer._version:
-            found = self.copies[place] = buffer, buffer._version, self.copy(buffer)
+            found = self.copies[place] = buffer, buffer._version, _copy(buffer)
         return found[2]
 
     def learn(self, before: Before) -> None:
