@@ -53,8 +53,7 @@ class Cuts:
     # The value that was made as small as possible: the cost of the slowest stage, or of the slowest rank.
     slowest: float
     objective: str
-    # False only where the stages of a rank were too many to weigh together: then this cut is good and fits, but not
-    # proved to be the best.
+    # False where the stages of a rank had to be weighed together: then this cut is good and fits, but not proved the best.
     exact: bool = True
 
     @property
@@ -90,7 +89,7 @@ class Cuts:
             rows.append([str(s.stage), str(s.rank), layers, bytes_, f"{s.cost:.6g}", size_text(s.memory)])
         lines = aligned(rows)
         if not self.exact:
-            lines.append("(fits, but is not proved to be the best: too many layers and stages to weigh rank by rank)")
+            lines.append("(found by local search: fits, but is not proved to be the best)")
         return "\n".join(lines)
 
     __str__ = table

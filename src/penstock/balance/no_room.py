@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from penstock.balance import chain, ranks
+from penstock.balance import chain
 from penstock.balance.cuts import size_text
 from penstock.balance.problem import Problem
 from penstock.errors import BalanceError
@@ -31,6 +31,8 @@ def no_room(problem: Problem) -> BalanceError:
     if len(set(limits)) == 1:
         least = "the least possible is" if sure else "it takes at least"
         given, needed = f"{of(limits[0])} a rank", f"{least} {of(limits[0] + excess)}"
+    if not sure and not excess:
+        needed = "each stage fits for itself, but no cut was found in which the stages of every rank fit together"
     return BalanceError(
         f"no cut of {len(profile.layers)} layers into {problem.num_stages} stages fits the memory limit of {given}: "
         f"{needed}; raise memory_limit or use more ranks"
@@ -52,7 +54,7 @@ def heaviest(problem: Problem) -> int:
 
 
 def _least_excess(problem: Problem) -> tuple[int, bool]:
-    """The bytes by which every limit must grow before a cut fits; whether that is also enough."""
+    """The bytes by which every limit must grow at least before a cut fits; True if that is also enough."""
     most = heaviest(problem)
 
     def fits(excess: int) -> bool:
@@ -60,12 +62,4 @@ def _least_excess(problem: Problem) -> tuple[int, bool]:
         return chain.sweep(problem, None, chain.windows(problem, grown)) is not None
 
     least = max(0, average_excess(problem))
-    low = least + bisect_left(range(least, most), True, key=fits)
-    if problem.num_ranks == problem.num_stages:
-        return low, True
-    try:
-        found = ranks.best(problem, "excess", least=low, most=most)
-    except ranks.TooLarge:
-        return low, False
-    assert found is not None, "the largest excess holds everything"
-    return found, True
+    return least + bisect_left(range(least, most), True, key=fits), problem.num_ranks == problem.num_stages

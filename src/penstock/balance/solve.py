@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal
 
-from penstock.balance import chain, ranks
+from penstock.balance import chain
 from penstock.balance.cuts import Cuts, StageCut
 from penstock.balance.no_room import average_excess, heaviest, no_room
 from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
-from penstock.balance.shares import by_shares
+from penstock.balance.repair import Objective, repaired
 from penstock.errors import BalanceError
 from penstock.misfits import takes
 from penstock.plan import Placement
@@ -36,7 +36,7 @@ def balance(
     links: Sequence[Link] = (),
     rank_times: Sequence[float] | None = None,
 ) -> Cuts:
-    """Find the cut points that make the slowest stage as fast as possible. Exact, not a heuristic.
+    """Find the cut points that make the slowest stage as fast as possible.
 
     >>> from penstock.balance import LayerCost, Profile
     >>> times = {"embed": 1.0, "block.0": 4.0, "block.1": 4.0, "block.2": 4.0, "head": 3.0}
@@ -60,9 +60,10 @@ def balance(
     links: ordered pairs of ranks with a bandwidth of their own. Their latency is the same wherever the cuts are.
     rank_times: for each rank how many times as long as the profile says it takes; the slowest stage is then weighed so.
 
-    Sums over the stages of a rank (objective="rank", or a memory limit that two stages share) are weighed exactly as
-    long as that takes seconds; beyond, the result says `exact=False`. Raises BalanceError when no cut is possible, and
-    says why.
+    The answer is proved the best (`exact`) where each rank has one stage, and where the best cut of the stages, each for
+    itself, keeps to the limits of the ranks. Otherwise (objective="rank", or a memory limit that several stages of a rank
+    share) all cuts are tried if they are few; else that cut is improved by local search, and `exact` is False. Raises
+    BalanceError when no cut is found, and says why.
     """
     stage_ranks = placement_ranks(placement, num_stages, num_ranks=num_ranks)
     if num_stages > len(profile.layers):
@@ -112,10 +113,7 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     low, high, best = 0, heaviest(problem), None
     while best is None or high - low > max(1, high // 100):
         limit = high if best is None else (low + high) // 2
-        try:
-            found = _solve(problem.within((max(limit, 1),) * problem.num_ranks), "stage")
-        except BalanceError:  # too many cuts to weigh them all, and no simple one keeps to so little
-            found = None
+        found = _solve(problem.within((max(limit, 1),) * problem.num_ranks), "stage")
         if found is None:
             assert best is not None, "so much holds everything"
             low = limit
@@ -214,26 +212,19 @@ def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
     return Fraction(value)
 
 
-def _solve(problem: Problem, objective: ranks.Goal) -> tuple[tuple[int, ...], bool] | None:
-    """The cuts, and whether they are proved the best; None: nothing keeps to the limits. Each stage alone first; sums over
-    ranks where they matter.
-    """
+def _solve(problem: Problem, objective: Objective) -> tuple[tuple[int, ...], bool] | None:
+    """The cuts, and True if they are proved the best; None if no cut was found that keeps to the limits."""
     single = problem.num_ranks == problem.num_stages
     window = chain.windows(problem, problem.limits)
     least = chain.slowest(problem, window)
     if least is None or average_excess(problem) > 0:
         return None
-    if objective == "rank" and not single:
-        least = max(least, -(-problem.prefix[-1] // problem.num_ranks))
-    else:
+    if objective == "stage" or single:
         cuts = chain.settle(problem, least, window)
         if single or problem.fits(cuts):
             return cuts, True
-    try:
-        bound = ranks.best(problem, objective, least=least, most=problem.ceiling)
-        return None if bound is None else (ranks.settle(problem, objective, bound), True)
-    except ranks.TooLarge:
-        return by_shares(problem), False
+    cuts, excess, exact = repaired(problem, objective)
+    return None if excess else (cuts, exact)
 
 
 def _stage(problem: Problem, stage: int, *, cuts: tuple[int, ...], cost: int) -> StageCut:
