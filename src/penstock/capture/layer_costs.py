@@ -1,19 +1,11 @@
-"""What the layers of a model cost: each is run alone, with what those before it have made.
-
-    measured_budgets(layers, info, setting, [(0, 6), (6, 12)])     # {"0:6": [[0.5, 65536, 0.2], [0.0, 131072, 0.9]], ...}
-
-A stage that torch.compile compiles keeps less, and takes longer, if the partitioner has a budget of memory for it. Each row is
-a budget, the bytes that a microbatch holds less with it, and what its backward takes longer, in forwards. The layers of the
-stage are compiled together, by AOTAutograd without a compiler behind it: what is kept is decided before one is asked.
-"""
+"""Measure what the layers of a model cost: each is run alone, with what those before it have made."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,15 +16,12 @@ from penstock.balance import Profile
 from penstock.capture.cost_cuts import numbered
 from penstock.capture.export import has_no_data
 from penstock.capture.load_state import materialise
-from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, as_leaf, clock, moved, saved_by, seeds
+from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, moved
 from penstock.capture.pipe import Pipe, PipeInfo
-from penstock.capture.stage_module import StageModule, run_stages
-from penstock.errors import CaptureError, NotCompiled
+from penstock.capture.stage_module import StageModule
+from penstock.errors import CaptureError
 from penstock.misfits import takes
-from penstock.nest import Value, tensors_in
-from penstock.stage.backward import run_backward_full
-from penstock.stage.compiled import SplitBackend
-from penstock.stage.cut_graph import accumulate_graphs, collecting
+from penstock.nest import Value
 
 
 @takes(CaptureError)
@@ -190,78 +179,3 @@ def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True, force_terminal=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda name: bar.update(task, advance=1, description=name)
-
-
-BUDGETS = (0.5, 0.0)
-
-
-def measured_budgets(
-    layers: Sequence[StageModule], info: PipeInfo, setting: LayerSetting, bounds: Sequence[tuple[int, int]]
-) -> dict[str, list[list[float]]]:
-    """By the first layer of a stage and the one after its last: a row for each budget. Equal stages are measured once."""
-    keys = {f"{start}:{stop}": tuple(map(signature, layers[start:stop])) for start, stop in bounds}
-    known: dict[object, list[list[float]]] = {}
-    with kept_random_state(setting.device):
-        values = moved(info.inputs.bind(setting.args, setting.kwargs), setting.device)
-        for layer in layers[: max(stop for _, stop in bounds)]:
-            run_stages([on_device(layer, setting.device)], values)
-            values |= {wire.name: as_leaf(values[wire.name]) for wire in layer.outputs}
-        for (start, stop), key in zip(bounds, keys.values(), strict=True):
-            if key not in known:
-                known[key] = _rows([on_device(one, setting.device) for one in layers[start:stop]], values, setting)
-    return {name: known[key] for name, key in keys.items()}
-
-
-def _rows(layers: Sequence[StageModule], values: Mapping[str, object], setting: LayerSetting) -> list[list[float]]:
-    made = {wire.name for layer in layers for wire in layer.outputs}
-    names = [*dict.fromkeys(w.name for layer in layers for w in layer.inputs if w.name not in made)]
-    inputs = [values[name] for name in names]
-    tensors = [*tensors_in(inputs), *(t for layer in layers for t in (*layer.parameters(), *layer.buffers()))]
-    known = set(map(address_of, tensors))
-
-    def compiled(budget: float | None) -> tuple[int, float, float] | None:
-        """With some budget: the bytes that the graph keeps, and the shortest times of forward and backward.
-
-        None if torch.compile does not make one graph of it.
-        """
-        backend = SplitBackend("aot_eager", memory_budget=budget)
-
-        def call(*given: object) -> object:
-            return run_stages(layers, dict(zip(names, given, strict=True)))
-
-        # torch.compile keeps only so many versions of one code.
-        call.__code__ = call.__code__.replace(co_name="call_stage")
-        stage = torch.compile(call, backend=backend)
-        try:
-            with warnings.catch_warnings(action="ignore", category=NotCompiled):
-                saved = saved_by(lambda: stage(*inputs))
-                kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in known)
-                saved.clear()
-                passes = [_timed(stage, inputs, setting) for _ in range(setting.repeats)]
-        except Exception:  # noqa: BLE001  what cannot be compiled so is not given a budget
-            return None
-        finally:
-            for tensor in tensors:
-                tensor.grad = None
-        if len(backend.joints) != 1 or backend.told:
-            return None
-        forward, backward = map(min, zip(*passes, strict=True))
-        return kept, forward, backward
-
-    whole = compiled(None)
-    rows: list[list[float]] = []
-    for budget in BUDGETS if whole is not None and whole[1] > 0 else ():
-        found = compiled(budget)
-        if whole is not None and found is not None and found[0] < whole[0]:
-            rows.append([budget, whole[0] - found[0], max(found[2] - whole[2], 0.0) / whole[1]])
-    return rows
-
-
-def _timed(call: Callable[..., Value], inputs: Sequence[Value], setting: LayerSetting) -> tuple[float, float]:
-    start = clock(setting.device)
-    roots, grads = seeds(call(*inputs))
-    middle = clock(setting.device)
-    with collecting() as work:
-        run_backward_full(roots, grads)
-    accumulate_graphs(work)
-    return middle - start, clock(setting.device) - middle

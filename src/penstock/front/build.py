@@ -24,7 +24,7 @@ from penstock.front.choose import choose
 from penstock.front.dimensions import spread
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.machine import copy_bandwidth, measure_machine
-from penstock.front.model_profile import estimated_profile, measured_profile, together, with_budgets_of
+from penstock.front.model_profile import estimated_profile, measured_profile, together
 from penstock.front.pipeline_options import RankOptions, Request
 from penstock.lower import InTurn
 from penstock.parallel import wrap
@@ -54,9 +54,8 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)
     spread(built.stages, of_ranks.parallelize, of_ranks.mesh)
-    budgets = {} if built.choice is None else dict(built.choice.budgets)
     for stage in built.stages:
-        compile_in_place(stage.submod, of_cut.compile_with(budgets.get(stage.stage_index)))
+        compile_in_place(stage.submod, of_cut.compile)
         stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
     return built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload)), ends
 
@@ -171,15 +170,9 @@ def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile) ->
         optimizer_bytes=of_cut.optimizer_bytes if of_cut.optimizer is None else state_of(of_cut.optimizer, dtype),
         machine=machine,
         offload=_may_offload(request, ends),
-        budgets=of_cut.may_have_budgets and of_cut.profile is not False,
         microbatches=_sizes(request),
     )
-    choice = choose(profile, wishes)
-    known = profile.metadata.get("budgets", {})
-    if wishes.budgets and any(choice.key(one.stage) not in known for one in choice.spared):
-        # Stages have to hold less and are compiled: a budget for some of them may cost less.
-        return choose(with_budgets_of(choice, request, ends), wishes)
-    return choice
+    return choose(profile, wishes)
 
 
 def _sizes(request: Request) -> tuple[float, ...] | None:

@@ -32,7 +32,6 @@ class Wishes:
     optimizer_bytes: float = 2.0  # for each byte of parameters
     machine: Machine = FREE
     offload: bool = False  # whether stages may be offloaded to keep to the limit
-    budgets: bool = False  # whether stages are compiled, and may be given a budget of memory to keep to the limit
     microbatches: tuple[float, ...] | None = None  # how large each is beside the others; None: they are alike
 
     @property

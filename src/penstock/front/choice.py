@@ -2,17 +2,12 @@
 made of it.
 
     costs = stage_costs(profile, [(0, 4), (4, 8)], Machine(), Placement.loop(2))     # times and bytes for one microbatch
-    with_budgets(costs, {0: (choice.budget_rows(0), 0.4)})     # stage 0 is compiled with a budget of memory
-
-With a budget b, torch's partitioner keeps at most the inputs, the outputs and b of the rest of what a stage would keep. What it
-then computes again is its own choice, the cheapest first. How long that takes is measured for some budgets of a stage
-(`capture/layer_costs.py`); in between it grows evenly.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -44,8 +39,6 @@ class Machine:
 
 
 FREE: Final = Machine()
-BudgetRows = list[tuple[float, float, float]]
-"""Of a stage: budgets from 1 down, the bytes that each saves, and what the backward takes longer."""
 
 
 def stage_costs(profile: Profile, bounds: Sequence[tuple[int, int]], machine: Machine, placement: Placement) -> Costs:
@@ -113,48 +106,6 @@ def _moments(profile: Profile, start: int, stop: int) -> tuple[float, float, flo
     return float(forward), float(full), float(inputs)
 
 
-def with_budgets(costs: Costs, budgets: Mapping[int, tuple[BudgetRows, float]]) -> Costs:
-    """The costs of stages of which some are compiled with a budget: what is known of budgets for the stage, and this one.
-
-    What is not kept is made again in the backward, all of it before the first of it is used up, at worst.
-    """
-    if not budgets:
-        return costs
-    held, added, longer = list(costs.held_to_input), [0.0] * costs.num_stages, [0.0] * costs.num_stages
-    for stage, (rows, budget) in budgets.items():
-        added[stage], longer[stage] = _saved(rows, budget, _room(costs, stage))
-        held[stage] -= added[stage]
-
-    more = dict.fromkeys(("backward_input", "backward"), longer)
-    more |= dict.fromkeys(("forward_moment", "backward_moment", "input_moment"), added)
-    changed: dict[str, Value] = {
-        name: tuple(map(sum, zip(column, more[name], strict=True)))
-        for name, column in costs.columns().items()
-        if name in more
-    }
-    unmoved = None if costs.unmoved is None else tuple(map(min, costs.unmoved, held))
-    return replace(costs, held_to_input=tuple(held), unmoved=unmoved, **changed)
-
-
-def _room(costs: Costs, stage: int) -> float:
-    """What a stage keeps beside its inputs and outputs."""
-    known = [sizes[stage] for sizes in (costs.kept_input, costs.output_bytes) if sizes is not None]
-    return max(costs.held_to_input[stage] - sum(known), 0.0)
-
-
-def _saved(rows: BudgetRows, budget: float, room: float) -> tuple[float, float]:
-    """Bytes and time, of a stage that keeps `room` beside its inputs and outputs: a smaller budget saves no less.
-
-    >>> _saved([(1.0, 0, 0.0), (0.5, 60, 2.0), (0.0, 100, 4.0)], 0.75, 100), _saved([(1.0, 0, 0.0), (0.5, 60, 2.0)], 0.5, 100)
-    ((25.0, 1.0), (60, 2.0))
-    """
-    most = max((1 - budget) * room, *(size for one, size, _ in rows if one >= budget))
-    for (high, _, before), (low, _, after) in pairwise(rows):
-        if budget >= low:
-            return min(most, room), before + (after - before) * (high - budget) / (high - low)
-    return min(most, room), rows[-1][2]
-
-
 @dataclass(frozen=True)
 class Spared:
     """One stage that holds less, to keep to a limit.
@@ -163,11 +114,10 @@ class Spared:
     """
 
     stage: int
-    way: str  # "recompute", "offload" or "budget"
+    way: str  # "recompute" or "offload"
     microbatches: int  # of how many
     size: int  # bytes less on its rank
     time: float  # what the step takes longer for it, in the unit of the profile
-    budget: float | None = None  # of a stage that is compiled with one: which share the graph keeps
 
 
 @dataclass(frozen=True)
@@ -212,7 +162,6 @@ class Choice:
     spared: tuple[Spared, ...] = ()  # the stages that hold less, to keep to a limit
     smallest_limit: int | None = None  # bytes a rank: the least limit that would have done
     microbatches: tuple[float, ...] | None = None  # how large each is beside the others
-    budgets: tuple[tuple[int, float], ...] = ()  # stages that are compiled with a budget of memory, and it
 
     @property
     def num_stages(self) -> int:
@@ -223,11 +172,6 @@ class Choice:
         """The layers of each stage: first, and one after the last."""
         return tuple(pairwise([0, *self.boundaries, len(self.profile.layers)]))
 
-    def key(self, stage: int) -> str:
-        """The layers of a stage, as the profile names them where it knows more of a stage than the sum of its layers."""
-        start, stop = self.bounds[stage]
-        return f"{start}:{stop}"
-
     @property
     def is_timed(self) -> bool:
         """Whether the costs are seconds, or only say how large one stage is beside another."""
@@ -237,27 +181,8 @@ class Choice:
     def costs(self) -> Costs:
         if self.calibrated is not None:
             return self.calibrated
-        return with_budgets(self.bare_costs, {stage: (self.budget_rows(stage), b) for stage, b in self.budgets})
-
-    @cached_property
-    def bare_costs(self) -> Costs:
-        """By the layers alone, without budgets."""
         found = stage_costs(self.profile, self.bounds, self.machine, self.plan.placement)
         return replace(found, microbatches=self.microbatches)
-
-    def budget_rows(self, stage: int) -> BudgetRows:
-        """What budgets of memory were measured to do to a stage; the first row is that of none."""
-        forward = self.bare_costs.forward[stage]
-        rows: BudgetRows = [(1.0, 0.0, 0.0)]
-        for budget, size, longer in self.profile.metadata.get("budgets", {}).get(self.key(stage), ()):
-            if size > rows[-1][1]:
-                rows.append((budget, size, max(longer * forward, rows[-1][2])))
-        return rows
-
-    def least_budget(self, stage: int) -> float | None:
-        """The smallest budget that was measured and saved something."""
-        *_, (budget, size, _) = self.budget_rows(stage)
-        return budget if size else None
 
     @property
     def predicted(self) -> float:

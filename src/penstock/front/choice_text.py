@@ -118,8 +118,7 @@ def _limit(choice: Choice) -> list[str]:
     for one in choice.spared:
         time = _cost(one.time, choice, whole=choice.timeline.makespan)
         of = f"{one.microbatches} of {choice.plan.num_microbatches}"
-        way = one.way if one.budget is None else f"memory_budget={one.budget:g}"
-        rows.append([str(one.stage), way, of, size_text(one.size), time])
+        rows.append([str(one.stage), one.way, of, size_text(one.size), time])
     spared = aligned(rows) if choice.spared else ["no stage has to hold less for it"]
     assumed = f"reckoned with {choice.optimizer_bytes:g} bytes of optimizer state for each byte of parameters"
     smallest = f"the smallest limit that would do is {size_text(choice.smallest_limit)}"

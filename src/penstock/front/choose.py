@@ -6,7 +6,7 @@
 >>> choice.num_stages, choice.boundaries
 (4, (2, 4, 6))
 
-Under a limit of memory a candidate is also which stages recompute, offload or are compiled with a budget:
+Under a limit of memory a candidate is also which stages recompute or offload:
 
     choice = choose(profile, Wishes(2, 8, memory_limit=6 << 30))
     [(one.stage, one.way, one.size, one.time) for one in choice.spared]
@@ -14,7 +14,6 @@ Under a limit of memory a candidate is also which stages recompute, offload or a
 Every candidate is simulated with all that a rank holds: parameters, gradients and optimizer state; what forwards saved and the
 inputs they keep; buffers of messages; what operators need for a moment. Where that is more than the limit, the stages of the rank
 hold less one after the other, those first whose activations live longest, until it fits; then as few microbatches as will do.
-Compiled stages are tried with the smallest budget in place of that too, and then with the largest that will do.
 A candidate with one stage a rank that is too large is tried with its stages in pieces too: of a stage that is recomputed piece by
 piece, one piece at a time is held.
 """
@@ -22,7 +21,7 @@ piece, one piece at a time is held.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -43,9 +42,9 @@ from penstock.search import search
 # of those what holds less.
 _CLOSE = 1.03
 _TRIMMED = 3  # candidates whose microbatches are weighed one by one
-RECOMPUTE, OFFLOAD, BUDGET = "recompute", "offload", "budget"
-Ways = Mapping[int, tuple[str, float]]
-"""By stage: how it holds less; for how many of its microbatches, or with which budget."""
+RECOMPUTE, OFFLOAD = "recompute", "offload"
+Ways = Mapping[int, tuple[str, int]]
+"""By stage: how it holds less, and for how many of its microbatches."""
 
 
 @takes(PlanError)
@@ -69,16 +68,15 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
         pieces = [Fit(one, wishes.limits) for one in in_pieces(bare, wishes)] if wishes.memory_limit is not None else []
         for start in [whole] if whole.fits else [whole, *pieces]:
             found = fitted(start, wishes)
-            some = [found, *(budgeted(found) if wishes.budgets else ())]
-            fits += [one for one in some if one.fits]
-            tried.append(min(some, key=lambda one: (not one.fits, one.makespan)).tried)
+            fits += [found] if found.fits else []
+            tried.append(found.tried)
             if wishes.memory_limit is not None:
                 lean = (least, start, found, start.leanest, *(one.leanest for one in pieces))
                 least = min((fit for fit in lean if fit is not None), key=lambda fit: max(fit.choice.memory))
     if not fits:
         raise BalanceError(f"no schedule can be used:\n{_reasons(tried)}" if least is None else nothing_fits(least))
     fits.sort(key=lambda fit: fit.makespan)
-    fits[:_TRIMMED] = [trimmed(fit, wishes) for fit in fits[:_TRIMMED]]
+    fits[:_TRIMMED] = map(trimmed, fits[:_TRIMMED])
     fastest = min(fit.makespan for fit in fits)
     near = [fit for fit in fits if fit.makespan <= _CLOSE * fastest]
     best = min(near, key=lambda fit: (fit.choice.num_stages, max(fit.choice.memory)))
@@ -158,8 +156,7 @@ class Fit:
     def choice(self) -> Choice:
         if not self.ways:
             return self.bare
-        budgets = tuple(sorted((stage, amount) for stage, (way, amount) in self.ways.items() if way == BUDGET))
-        return replace(self.bare, plan=holding_less(self.bare.plan, self.ways), budgets=budgets)
+        return replace(self.bare, plan=holding_less(self.bare.plan, self.ways))
 
     @property
     def fits(self) -> bool:
@@ -185,14 +182,12 @@ class Fit:
     def spared(self) -> tuple[Spared, ...]:
         """What each stage that holds less saves its rank, and what it costs: the difference to the same without it."""
         found = []
-        every = self.bare.plan.num_microbatches
-        for stage, (way, amount) in self.ways.items():
+        for stage, (way, number) in self.ways.items():
             without = replace(self, ways={s: w for s, w in self.ways.items() if s != stage})
             rank = self.choice.plan.placement.rank_of(stage)
             saved = without.choice.memory[rank] - self.choice.memory[rank]
             time = max(self.makespan - without.makespan, 0.0)
-            number, budget = (every, amount) if way == BUDGET else (int(amount), None)
-            found.append(Spared(stage, way, number, max(saved, 0), time, budget))
+            found.append(Spared(stage, way, number, max(saved, 0), time))
         return tuple(found)
 
     @property
@@ -215,7 +210,7 @@ def holding_less(plan: Plan, ways: Ways) -> Plan:
         return [m for m in evenly if (stage, m) not in done]
 
     for way, change in ((OFFLOAD, offload), (RECOMPUTE, recompute)):
-        chosen = {stage: spread(stage, int(number)) for stage, (how, number) in ways.items() if how == way}
+        chosen = {stage: spread(stage, number) for stage, (how, number) in ways.items() if how == way}
         plan = change(plan, chosen) if any(chosen.values()) else plan
     return plan
 
@@ -237,39 +232,21 @@ def fitted(start: Fit, wishes: Wishes) -> Fit:
     return best
 
 
-def budgeted(fit: Fit) -> Iterator[Fit]:
-    """The candidate with the smallest budget in place of every other way, where that fits too."""
-    least = {stage: fit.bare.least_budget(stage) for stage in fit.ways}
-    ways = {stage: (BUDGET, budget) for stage, budget in least.items() if budget is not None}
-    if ways and (found := replace(fit, ways={**fit.ways, **ways})).fits:
-        yield found
-
-
-def trimmed(fit: Fit, wishes: Wishes) -> Fit:
-    """Let each stage hold less for as few of its microbatches as will do, or compile it with the largest budget that will do."""
-    every = fit.bare.plan.num_microbatches
-    for stage in [*fit.ways]:
-        way, amount = fit.ways[stage]
-        number = every if way == BUDGET else int(amount)
-        amounts: dict[str, list[float]] = {RECOMPUTE if way == BUDGET else way: [*range(number, -1, -1)]}
-        least = fit.bare.least_budget(stage) if wishes.budgets else None
-        if least is not None:
-            amounts[BUDGET] = [hundredth / 100 for hundredth in range(round(100 * least), 101)]
-        options = [_as_little_as_will_do(fit, stage, one, found) for one, found in amounts.items()]
-        fit = min([*(one for one in options if one.fits), fit], key=lambda one: one.makespan)
+def trimmed(fit: Fit) -> Fit:
+    """Let each stage hold less for as few of its microbatches as will do."""
+    for stage in fit.ways:
+        fit = min(_with_fewest(fit, stage), fit, key=lambda one: one.makespan)
     return fit
 
 
-def _as_little_as_will_do(fit: Fit, stage: int, way: str, amounts: Sequence[float]) -> Fit:
-    """Of amounts from the most that a stage can spare on, to nothing at all, the last one with which it fits."""
+def _with_fewest(fit: Fit, stage: int) -> Fit:
+    way, number = fit.ways[stage]
+    rest = {other: how for other, how in fit.ways.items() if other != stage}
 
-    rest = {s: w for s, w in fit.ways.items() if s != stage}
-    last = len(amounts) - 1
+    def with_number(few: int) -> Fit:
+        return replace(fit, ways={**rest, stage: (way, few)} if few else rest)
 
-    def with_amount(at: int) -> Fit:
-        return replace(fit, ways=rest if at == last else {**rest, stage: (way, amounts[at])})
-
-    return with_amount(bisect_left(range(1, last + 1), True, key=lambda at: not with_amount(at).fits))
+    return with_number(bisect_left(range(number), True, key=lambda few: with_number(few).fits))
 
 
 def limit_text(limits: Sequence[float]) -> str:

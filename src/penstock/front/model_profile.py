@@ -12,10 +12,8 @@ import torch
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pipeline, profile_layers
-from penstock.capture.layer_costs import measured_budgets
 from penstock.comm import LocalTransport
 from penstock.errors import CaptureError
-from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.front.machine import NoWork
 from penstock.front.pipeline_options import Request
@@ -155,18 +153,6 @@ def _retimed(profile: Profile, time: Callable[[int, str], Value], **facts: objec
     layers = tuple(replace(layer, **{name: time(k, name) for name in _TIMES}) for k, layer in enumerate(profile.layers))
     backward = [time(k, "backward") for k in range(len(layers))]
     return replace(profile, layers=layers, metadata={**profile.metadata, "backward": backward, **facts})
-
-
-def with_budgets_of(choice: Choice, request: Request, ends: Ends) -> Profile:
-    """The profile of a choice, with what its stages that hold less would keep if they were compiled with budgets instead."""
-    args, kwargs = microbatch_of(request)
-    layers, _ = _layers(request, ends)
-    setting = LayerSetting(args, kwargs, ends.device, repeats=3)
-    stages = [layers.get_stage_module(k) for k in range(layers.num_stages)]
-    bounds = [choice.bounds[stage] for stage in sorted({one.stage for one in choice.spared})]
-    found = measured_budgets(stages, layers.info(), setting, bounds)
-    known = choice.profile.metadata.get("budgets", {})
-    return replace(choice.profile, metadata={**choice.profile.metadata, "budgets": {**known, **found}})
 
 
 def microbatch_of(request: Request) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -114,18 +114,6 @@ class CutOptions:
         return list(self.stages) if isinstance(self.stages, Sequence) else []
 
     @property
-    def may_have_budgets(self) -> bool:
-        """Whether compiled stages may be given budgets of memory, to keep to a limit; a budget of the user's own stays."""
-        given = isinstance(self.compile, Mapping) and "memory_budget" in self.compile
-        return self.memory_limit is not None and bool(self.compile) and not given
-
-    def compile_with(self, budget: float | None) -> CompileOptions:
-        """How to compile a stage that was given this budget."""
-        if budget is None:
-            return self.compile
-        return {**(self.compile if isinstance(self.compile, Mapping) else {}), "memory_budget": budget}
-
-    @property
     def of_capture(self) -> dict[str, Value]:
         """The options that `pipeline` takes."""
         names = ("split_spec", "split_policy", "dynamic_shapes", "output_loss_value_spec", "multi_use_param_spec")

@@ -164,7 +164,7 @@ def recut(choice: Choice, timelines: Sequence[Timeline], ends: Ends, *, gain: fl
     def decide() -> str:
         times = rank_times(choice, timelines)
         now = replace(choice, machine=replace(choice.machine, ranks=times), calibrated=None)
-        then = fastest_cut(replace(now, budgets=()))
+        then = fastest_cut(now)
         if then.boundaries == choice.boundaries or then.timeline.makespan > (1 - gain) * now.timeline.makespan:
             return ""
         return replace(choice.profile, metadata={**choice.profile.metadata, "rank_times": list(times)}).dumps()
