@@ -22,8 +22,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 PYODIDE := $(VENV)/pyodide/node_modules/pyodide
+QUICK := $(addprefix tests/,plan schedules simulate lower show balance search batch run front stage faults regressions checkpoint comm cli \
+	test_imports.py test_structure.py test_ops.py test_nest.py)
 
-.PHONY: help train test lint types format soak bench coverage docs dist browser compiler pyodide others clean
+.PHONY: help train test quick lint types format soak bench coverage docs dist browser compiler pyodide others clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +39,10 @@ test: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others
 		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
 	wait $$lint || { status=$$?; cat "$$said"; echo "make test: lint failed, see above"; }; \
 	rm -f "$$said"; exit $$status
+
+quick: $(READY) ## while you change something: ruff, mypy, the planning half, ranks as threads; under three minutes
+	@$(MAKE) lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not processes and not browser and not slow" $(QUICK) $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, strict mypy
 	@status=0; \
