@@ -453,3 +453,14 @@ def test_a_dictionary_with_every_attribute_is_put_back() -> None:
     table["rate"] = 2.0
     before.put_back()
     assert table == {"rate": 1.0}
+
+
+def test_a_plan_file_given_to_run_plan_is_answered_with_the_function_that_reads_it(tmp_path: Path) -> None:
+    """The error named penstock.load, which reads a checkpoint."""
+    stage = penstock.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
+    schedule = penstock.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    file = tmp_path / "plan.csv"
+    penstock.plan.dump(schedule.plan, file)
+    with pytest.raises(penstock.RunError, match=r"penstock\.plan\.load\(file\) reads one"):
+        schedule.run_plan(str(file))  # type: ignore[arg-type]
+    schedule.run_plan(penstock.plan.load(file))

@@ -178,7 +178,7 @@ class Schedule:
         schedule.run_plan(penstock.recompute(schedule.plan))
         """
         if not isinstance(plan, Plan):
-            raise RunError(f"run_plan(plan={plan!r:.80}); expected a Plan. penstock.load(file) reads one")
+            raise RunError(f"run_plan(plan={plan!r:.80}); expected a Plan. penstock.plan.load(file) reads one")
         with self._transport.called("run_plan()"):
             before = dict(vars(self))
             self._given_plan, self.num_microbatches = plan, plan.num_microbatches
