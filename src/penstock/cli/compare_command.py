@@ -41,6 +41,7 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, folde
     from penstock.simulate import simulate
 
     stages_per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
+    shared.check_sizes(ranks, microbatches, stages_per_rank or 2)
     timelines = []
     for recipe in all_schedules():
         if stages_per_rank is None or recipe.stages_per_rank in (None, stages_per_rank):
@@ -70,6 +71,7 @@ def _compare_measured(folder: Path, sizes: tuple[int, int], stages_per_rank: int
     run = Choice.loads(read(folder)["choice"])
     ranks = sizes[0] if shared.was_given("ranks") else run.plan.num_ranks
     microbatches = sizes[1] if shared.was_given("microbatches") else run.plan.num_microbatches
+    shared.check_sizes(ranks, microbatches, stages_per_rank or 2)
     count = None if stages_per_rank is None else stages_per_rank * ranks
     found = choose(run.profile, Wishes(ranks, microbatches, num_stages=count, machine=run.machine))
     if as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Final
@@ -24,6 +26,16 @@ COMMANDS: Final = {
     "show": ("penstock.cli.show_command", "Time a plan file and show it."),
     "studio": ("penstock.cli.studio_command", "Plan in a browser: choose, and see at once what comes of it."),
 }
+
+
+def _is_unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # an error is reported whatever one asks for
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file at all
+        return False
 
 
 class _Commands(click.Group):
@@ -50,6 +62,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (PenstockError, OSError) as error:
+            if isinstance(error, BrokenPipeError) and _is_unread():
+                raise  # `penstock plan ... | head -1`: click ends without a word
             raise click.ClickException(str(error)) from error
 
 

@@ -38,7 +38,9 @@ def command(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | 
     from penstock.simulate import simulate
 
     click.get_current_context().with_resource(no_collecting())
-    plan, costs = shared.proved(get_schedule(name)(ranks, microbatches, stages_per_rank=stages_per_rank), given)
+    recipe = get_schedule(name)
+    shared.check_sizes(ranks, microbatches, recipe.sizes(ranks, microbatches, stages_per_rank).stages_per_rank)
+    plan, costs = shared.proved(recipe(ranks, microbatches, stages_per_rank=stages_per_rank), given)
     if given["output"] is not None:
         dump(plan, given["output"])
     if not given["quiet"] or any(given[drawing] for drawing in ("svg", "html", "trace")):

@@ -23,14 +23,14 @@ _FIRST: Final = 0.15  # the share of the tries in which each number of stages a 
 @shared.costs
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(min=0, max=shared.MOST_COST),
     metavar="N",
     help="What a rank may hold, in units of its activations for one microbatch.  [default: no limit]",
 )
 @click.option(
     "--placement", type=click.Choice(["loop", "v"]), help="How stages lie on ranks.  [default: both are tried]"
 )
-@shared.count("--tries", text="Schedules to make and time.  [default: about ten seconds]")
+@shared.count("--tries", most=10**9, text="Schedules to make and time.  [default: about ten seconds]")
 @click.option(
     "--exact",
     type=click.FloatRange(min=0, min_open=True),
@@ -63,6 +63,7 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, whole
       penstock search -p 3 -m 4 -v 1 --memory 2 --tries 50 --exact 2
     """
     per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
+    shared.check_sizes(ranks, microbatches, per_rank or max(_STAGES_PER_RANK))
     if not whole_front:
         _search(ranks, microbatches, per_rank, given)
     elif any(given[name] is not None for name in ("memory", "output", "trace")):

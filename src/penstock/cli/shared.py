@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
+from penstock.plan.actions import MAX_MICROBATCH, MAX_STAGE
 from penstock.plan.text import LIMIT
 
 if TYPE_CHECKING:
@@ -18,14 +19,20 @@ if TYPE_CHECKING:
     from penstock.simulate import Costs, Timeline
 
 _Decorator = Callable[[Callable[..., object]], Callable[..., object]]
+MOST_COST: Final = 1e60  # of a time or a size, as in `penstock.simulate.costs`, which is imported later
 _MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
+_MOST_PLANNED: Final = 5_000_000  # stages times microbatches: about ten million actions, which take 5 GB
+_DIGITS: Final = len(str(MAX_STAGE))
+_MOST_READ: Final = 10**12  # bytes of a plan file, if somebody asks for it
 _INPUT: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 def _time(name: str, default: float, text: str) -> _Decorator:
-    return click.option(name, type=click.FloatRange(min=0), default=default, show_default=True, metavar="T", help=text)
+    return click.option(
+        name, type=click.FloatRange(min=0, max=MOST_COST), default=default, show_default=True, metavar="T", help=text
+    )
 
 
 def _all(*options: _Decorator) -> _Decorator:
@@ -33,14 +40,27 @@ def _all(*options: _Decorator) -> _Decorator:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def count(*names: str, text: str, default: int | None = None) -> _Decorator:
-    return click.option(*names, type=click.IntRange(min=1), default=default, show_default=True, help=text)
+def count(*names: str, text: str, default: int | None = None, most: int | None = None) -> _Decorator:
+    return click.option(*names, type=click.IntRange(min=1, max=most), default=default, show_default=True, help=text)
+
+
+def check_sizes(ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    """Refuse sizes that each could be meant, but whose plan would fill the machine before anything is shown."""
+    if (size := ranks * stages_per_rank * microbatches) > _MOST_PLANNED:
+        raise click.UsageError(
+            f"{ranks:,} ranks x {stages_per_rank:,} stages each x {microbatches:,} microbatches are {size:,}; "
+            f"expected at most {_MOST_PLANNED:,}"
+        )
 
 
 sizes = _all(
-    count("--ranks", "-p", default=4, text="Number of ranks."),
-    count("--microbatches", "-m", default=8, text="Number of microbatches."),
-    count("--stages-per-rank", "-v", text="Stages on each rank.  [default: what suits the schedule]"),
+    count("--ranks", "-p", default=4, most=MAX_STAGE + 1, text="Number of ranks."),
+    count("--microbatches", "-m", default=8, most=MAX_MICROBATCH + 1, text="Number of microbatches."),
+    count(
+        *("--stages-per-rank", "-v"),
+        most=MAX_STAGE + 1,
+        text="Stages on each rank.  [default: what suits the schedule]",
+    ),
 )
 costs = _all(  # per rank and microbatch, as in the papers
     _time("--forward", 1.0, "Time of a forward."),
@@ -74,7 +94,7 @@ drawings = _all(
 folder = click.argument("folder", type=FOLDER)
 plan_file = _all(
     click.argument("file", type=_INPUT, metavar="FILE.csv"),
-    count("--limit", default=LIMIT, text="Bytes of FILE.csv that are read."),
+    count("--limit", default=LIMIT, most=_MOST_READ, text="Bytes of FILE.csv that are read."),
 )
 output = click.option(
     *("--output", "-o"),
@@ -130,13 +150,13 @@ def proved(plan: Plan, given: dict[str, Any]) -> tuple[Plan, Costs]:
     costs = read_costs(plan.num_stages, plan.num_ranks, given)
     for name, change in (("offload", offload), ("recompute", recompute)):
         if given[name] is not None:
-            plan = change(plan, _stages(given[name]), costs=costs)
+            plan = change(plan, _stages(given[name], plan.num_stages, f"--{name}"), costs=costs)
     plan = lower(plan) if given.get("lowered") else plan
     check(plan)
     return plan, costs
 
 
-def _stages(written: str) -> list[int] | None:
+def _stages(written: str, num_stages: int, option: str) -> list[int] | None:
     """``all`` as None, ``0-3,6`` as [0, 1, 2, 3, 6]."""
     if written == "all":
         return None
@@ -145,6 +165,11 @@ def _stages(written: str) -> list[int] | None:
         first, dash, last = part.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
             raise click.BadParameter(f"{written!r} names no stages; expected all, or numbers such as 0-3,6")
+        for number in (first, last or first):
+            if len(number.strip()) > _DIGITS or int(number) >= num_stages:
+                raise click.BadParameter(
+                    f"{option} {written!r:.60} of a plan with {num_stages} stages; expected 0 to {num_stages - 1}"
+                )
         found += range(int(first), int(last or first) + 1)
     return found
 

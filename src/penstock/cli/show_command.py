@@ -26,7 +26,10 @@ def command(file: Path, *, limit: int, **given: Any) -> None:
       penstock show plan.csv
       penstock show plan.csv --latency 0.1 --html plan.html --trace plan.json
     """
-    from penstock.plan import load
+    from penstock.plan import check, load
     from penstock.simulate import simulate
 
-    shared.show(simulate(*shared.proved(load(file, limit=limit, name=file.stem), given)), given)
+    plan = load(file, limit=limit, name=file.stem)
+    if given["recompute"] or given["offload"]:
+        check(plan)  # what is changed below must be right before
+    shared.show(simulate(*shared.proved(plan, given)), given)

@@ -12,7 +12,9 @@ from penstock.cli import shared
 
 @click.command()
 @shared.folder
-@click.option("--watch", type=click.FloatRange(min=0.1), help="Show it again after so many seconds, until Ctrl-C.")
+@click.option(
+    "--watch", type=click.FloatRange(min=0.1, max=86_400), help="Show it again after so many seconds, until Ctrl-C."
+)
 def command(folder: Path, *, watch: float | None) -> None:
     """Show where each rank of a running job is: its action, what it waits for, from whom and for how long.
 

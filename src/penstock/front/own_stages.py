@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Self, TypeVar, cast
+from typing import NoReturn, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -64,6 +64,15 @@ class OwnStages:
         self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first
         self._ties = _ties(built, ties)
         self._tensors: StageTensors | None = None
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copy, deepcopy, pickle and torch.save, and say what to write instead."""
+        raise RunError(
+            f"a {type(self).__name__} is neither copied nor pickled: it is one rank's part of a model, and is connected to the "
+            "other ranks. Write pipe.save(folder, optimizer=optimizer) for a checkpoint, which pipe.load(folder) and "
+            "penstock.load(folder) read; torch.save(pipe.state_dict(), file) for the weights of this rank alone; for a second "
+            "pipeline, a Pipeline of its own from copy.deepcopy(model)"
+        )
 
     @property
     def stages(self) -> list[PipelineStage]:

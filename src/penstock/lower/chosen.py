@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Life(NamedTuple):
     between: int  # how many slots of computing lie between the two
 
 
-Wanted = Mapping[int, frozenset[int]]  # by stage: the microbatches that a pass is asked to change
+Wanted = Mapping[int, Collection[int]]  # by stage: the microbatches that a pass is asked to change
 
 
 def wanted(plan: Plan, stages: Stages) -> Wanted:
@@ -38,14 +38,14 @@ def wanted(plan: Plan, stages: Stages) -> Wanted:
         if isinstance(stages, str):
             raise TypeError("a text")
         given = asked if isinstance(asked, Mapping) else dict.fromkeys(asked, every)
-        chosen = {stage: frozenset(microbatches) for stage, microbatches in given.items()}
+        chosen = {stage: some if some is every else frozenset(some) for stage, some in given.items()}
     except TypeError as error:
         expected = "expected numbers of stages, {stage: [microbatches]}, or nothing for all"
         raise PlanError(f"stages {stages!r}; {expected}") from error
     for stage, microbatches in chosen.items():
         if stage not in range(plan.num_stages):
             raise PlanError(f"stage {stage} of a plan with {plan.num_stages}; expected 0 to {plan.num_stages - 1}")
-        for microbatch in sorted(microbatches.difference(every)):
+        for microbatch in sorted(set(microbatches).difference(every)) if microbatches is not every else ():
             raise PlanError(f"microbatch {microbatch} of stage {stage}; expected 0 to {plan.num_microbatches - 1}")
     for code in chain.from_iterable(plan.codes) if stages is not None else ():
         if code & OP in CHOICES and microbatch_of(code) in chosen.get(stage_of(code), ()):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from operator import le, lt
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError
 from penstock.plan.actions import KEY, OP, is_pair, key_of, partner_of, parts, peer_of, stage_of, text, with_op
 from penstock.plan.ops import CARES, CHOICES, MESSAGES, OPS, OVERLAP, RECEIVES, ROWS, SENDS, TRAINING, Op
-from penstock.plan.places import ABSENT, column, either, flatten, places
+from penstock.plan.places import ABSENT, column, either, flatten, is_sparse, places
 from penstock.plan.plan import Plan
 from penstock.plan.tending import check_tending
 
@@ -85,6 +86,8 @@ class _RankLedger:
             where = f"rank {self.rank}, position {self.slots[again] + 1}"
             raise IncompleteError(f"{where}: {text(self.flat[again])} stands there twice")
         size = self.plan.num_microbatches
+        if is_sparse(max(len(keys), len(self.plan.placement.stages_of(self.rank))), size, len(self.flat)):
+            self.sparse(keys)
         columns = {key: places(self.standing, key, size) for key in keys}
         if sum(size - found.count(ABSENT) for found in columns.values()) < len(self.flat):
             code = next(code for code in self.flat if code not in column(code & KEY, size))
@@ -125,6 +128,20 @@ class _RankLedger:
         carrier = plan.rules.carrier(producer, plan.placement.rank_of(consumer))
         return f"crosses twice; stage {carrier} on that rank brings the same value" if carrier != consumer else None
 
+    def sparse(self, keys: Collection[int]) -> None:
+        """Raise the first F or message that is missing, without making a place for each microbatch."""
+        forwards = (key_of(Op.F, stage) for stage in self.plan.placement.stages_of(self.rank))
+        for key in (*forwards, *(key for key in keys if key & OP in MESSAGES)):
+            for missing in (code for code in column(key, self.plan.num_microbatches) if code not in self.standing):
+                raise self.lacks(missing)
+
+    def lacks(self, code: int) -> IncompleteError:
+        name = text(code) + (f" (or {text(with_op(code, Op.B))})" if code & OP in Op.B.row.halves else "")
+        expected = "expected each microbatch once through every stage, forward"
+        return IncompleteError(
+            f"rank {self.rank} lacks {name}; {expected}{' and backward' if self.plan.has_backward else ''}"
+        )
+
     def complete(self, columns: Columns) -> None:
         """Fill the columns of I and W with their B. Each must be full then, if its actions are no choice."""
         size = self.plan.num_microbatches
@@ -141,12 +158,7 @@ class _RankLedger:
                 columns[key] = either(half, full)
         for key, found in columns.items():
             if ABSENT in found and key & OP not in CHOICES:
-                code = column(key, size)[found.index(ABSENT)]
-                name = text(code) + (f" (or {text(with_op(code, Op.B))})" if key & OP in Op.B.row.halves else "")
-                raise IncompleteError(
-                    f"rank {self.rank} lacks {name}; expected each microbatch once through every stage, forward"
-                    + (" and backward" if self.plan.has_backward else "")
-                )
+                raise self.lacks(column(key, size)[found.index(ABSENT)])
 
     def order(self, columns: Columns) -> None:
         """Does what an action needs on its own rank stand before it? Of all that does not, the first is raised."""

@@ -17,10 +17,12 @@ from itertools import repeat
 from typing import Final
 
 from penstock.plan.actions import MICROBATCH_SHIFT, OP, parts
-from penstock.plan.ops import COUNTED
+from penstock.plan.ops import COUNTED, MESSAGES
 
 ABSENT: Final = -1
 STEP: Final = 1 << MICROBATCH_SHIFT  # from a packed action to that of the next microbatch
+_FREE: Final = 1_000_000  # places that are made whatever a plan holds: 8 MB
+_COLUMNS: Final = len(COUNTED - MESSAGES)  # of one stage at the most, one of which, that of its F, must be full
 
 
 def flatten(codes: Sequence[int], keys: Iterable[int]) -> tuple[Sequence[int], Sequence[int]]:
@@ -37,6 +39,17 @@ def flatten(codes: Sequence[int], keys: Iterable[int]) -> tuple[Sequence[int], S
 def column(key: int, num_microbatches: int) -> range:
     """The packed actions with this key, one a microbatch."""
     return range(key, key + num_microbatches * STEP, STEP)
+
+
+def is_sparse(num_columns: int, num_microbatches: int, num_actions: int) -> bool:
+    """Whether so many columns are too many for so few actions: an F or a message is missing, and nobody makes the columns.
+
+    The numbers of microbatches in a plan file of a hundred bytes may go up to sixteen million.
+
+    >>> is_sparse(4, 1_000_000, 4_000_000), is_sparse(4, 1_000_000, 4)
+    (False, True)
+    """
+    return num_columns * num_microbatches > _FREE + _COLUMNS * num_actions
 
 
 def places(standing: dict[int, int], key: int, num_microbatches: int) -> list[int]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 
+_PIECE = 1 << 20
+
 
 @contextmanager
 def _named(path: str | PathLike[str], error: type[PenstockError], done: str) -> Iterator[None]:
@@ -38,7 +40,9 @@ def read_text(path: str | PathLike[str], error: type[PenstockError], *, limit: i
     """
     with _named(path, error, "read"), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size  # of a pipe it is not known
-        data = file.read(limit + 1) if size <= limit else b""
+        data = bytearray()  # piece by piece: one read would take as much memory as the limit allows, whatever is there
+        while size <= limit and (piece := file.read(min(limit + 1 - len(data), _PIECE))):
+            data += piece
         size = max(size, len(data))
     if size > limit:
         raise error(f"{path} has {size:,} bytes; such files are read up to {limit:,}{hint.format(size=size)}")

@@ -15,6 +15,7 @@ from typing import Literal
 from penstock.errors import PlanError, UnknownNameError
 from penstock.misfits import takes
 from penstock.plan import Placement, Plan, StageGraph
+from penstock.plan.actions import MAX_MICROBATCH, MAX_STAGE
 from penstock.plan.lists import Lists
 from penstock.plan.plan import Family
 
@@ -35,6 +36,11 @@ class Sizes:
             value = getattr(self, what)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{what}={value!r}; expected a whole number, at least 1")
+        if self.num_stages > MAX_STAGE + 1 or self.num_microbatches > MAX_MICROBATCH + 1:
+            raise PlanError(
+                f"{self.num_stages:,} stages and {self.num_microbatches:,} microbatches; expected at most {MAX_STAGE + 1:,} and "
+                f"{MAX_MICROBATCH + 1:,}"
+            )
 
     @property
     def num_stages(self) -> int:

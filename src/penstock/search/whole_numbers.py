@@ -36,4 +36,5 @@ def within(limit: float, sizes: Iterable[float]) -> float:
     if not different or factor is None or limit == float("inf"):
         return limit
     unit = gcd(*(round(factor * size) for size in different))
-    return min(limit, int(limit * (1 + 1e-9) * factor / unit) * unit / factor)
+    units = limit * (1 + 1e-9) * factor / unit
+    return limit if units == float("inf") else min(limit, int(units) * unit / factor)

@@ -12,6 +12,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, split_overlap, stage_of, text
 from penstock.plan.actions import MICROBATCH_SHIFT as SHIFT
 from penstock.plan.ops import CHOICES, COMPUTES, COPIES, MESSAGES, OVERLAP, SENDS, Op
+from penstock.plan.places import is_sparse
 from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
@@ -44,6 +45,11 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """
     costs = Costs.unit(plan) if costs is None else costs
     costs.check_sizes(plan.num_stages, plan.num_ranks, plan.num_microbatches)
+    if not plan.is_share and is_sparse(sum(map(len, plan.keys)), plan.num_microbatches, plan.num_actions):
+        raise PlanError(
+            f"the plan has {plan.num_actions:,} actions for {plan.num_microbatches:,} microbatches, too few for each of them; "
+            "penstock.plan.check(plan) says which one is missing"
+        )
     try:
         return _Run(plan, costs).timeline()
     except LookupError as error:
