@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter
 
@@ -102,7 +103,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: object) -> Tenso
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
         return _Original.addmm(input, mat1, mat2, **kwargs)
-    if kwargs or type(input) is not Parameter:
+    if kwargs:
         return _Original.addmm(input, mat1, mat2, **kwargs)
     return _defer(pending, mat1, mat2, bias=input, transposed=True)
 
@@ -121,6 +122,18 @@ def _of_engine_thread() -> Pending | None:
     return _C._get_obj_in_tls(_KEY) if _C._is_key_in_tls(_KEY) else None
 
 
+def _parameter(tensor: Tensor) -> Tensor:
+    """The parameter that `tensor` stands for.
+
+    A checkpoint whose function takes weights as arguments gets new tensors for them when it runs again under saved-tensor hooks
+    (an offloaded stage): leaves that accumulate into the parameter. What was deferred in the forward is deferred then too.
+    """
+    if type(tensor) is not Tensor or not tensor.requires_grad or not tensor.is_leaf or _functorch_level() is not None:
+        return tensor
+    found: Tensor = get_gradient_edge(tensor).node.variable  # type: ignore[attr-defined]
+    return found
+
+
 def _deferrable(pending: Pending, x: Tensor, call: Call) -> bool:
     weight, bias, transposed = call
     if type(weight) is not Parameter or not weight.requires_grad or not torch.is_grad_enabled():
@@ -136,7 +149,7 @@ def _deferrable(pending: Pending, x: Tensor, call: Call) -> bool:
         and (x.dim() >= 2 and x.shape[-1] == weight.shape[0 if transposed else 1] and x.device == weight.device)
         and (bias is None or type(bias) is Parameter or (type(bias) is Tensor and not bias.requires_grad))
         and (bias is None or bias.shape == (weight.shape[1:] if transposed else weight.shape[:1]))
-        and (bias is None or id(bias) not in pending.skip)
+        and (bias is None or not bias.requires_grad or id(bias) not in pending.skip)
     )
 
 
@@ -150,6 +163,7 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 def _defer(pending: Pending, x: Tensor, weight: Tensor, *, bias: Tensor | None, transposed: bool) -> Tensor:
     """Every case that the short way of `_linear` does not know."""
     operator: Operator = _addmm_operator if transposed else _Original.linear
+    weight, bias = _parameter(weight), None if bias is None else _parameter(bias)
     call = Call(weight, bias, transposed)  # type: ignore[arg-type]
     if not _deferrable(pending, x, call):
         return operator(x, weight, bias)
