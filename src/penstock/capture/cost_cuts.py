@@ -20,16 +20,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
-from torch import SymInt, Tensor, fx, nn
+from torch import Tensor, fx, nn
 
 from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.cutter import module_path
 from penstock.capture.export import Traced, has_no_data
 from penstock.capture.flat import is_size
+from penstock.capture.graph_work import ExampleSizes, decided_by_data
 from penstock.capture.place import inseparable
 from penstock.capture.stage_state import StateNames
 from penstock.errors import CaptureError, PenstockError, UnevenCut
@@ -150,10 +150,10 @@ def why_not_measured(model: nn.Module, example: object) -> str:
 
 def fingerprint(flat: Traced, num_stages: int) -> str:
     """A text that is equal for captures of one model with examples of one size, whatever process makes them."""
-    digest = hashlib.sha256(f"{num_stages}".encode())
+    digest, sizes = hashlib.sha256(f"{num_stages}".encode()), _sizes(flat)
     for node in (*flat.origins, *flat.nodes):
         value = node.meta.get("val")
-        kind = (sizes_in_example(value), value.dtype, value.device.type) if isinstance(value, Tensor) else None
+        kind = (sizes.of(value), value.dtype, value.device.type) if isinstance(value, Tensor) else None
         line = f"{node.name} {node.target} {node.args} {node.kwargs} {kind}"
         digest.update(re.sub(r" at 0x[0-9a-f]+", "", line).encode())
     return digest.hexdigest()[:24]
@@ -211,16 +211,17 @@ def cut_places(flat: Traced, num_stages: int) -> list[int]:
     encoder made in every layer; a convolutional net narrows towards its end) the narrowest are all in one part, and each position
     is held against those near it.
     """
-    active = _activations(flat)
-    alive = alive_bytes(flat, active)
+    active, sizes = _activations(flat), _sizes(flat)
+    alive = alive_bytes(flat, active, sizes)
     real = [i for i, node in enumerate(flat.nodes) if node in active and node.target is not operator.getitem]
-    whole = inseparable(flat)
+    whole = inseparable(flat) | _of_changing_size(flat, active)
     spots = [p for p in real[1:] if p not in whole]
     neighbours = zip(spots, [*spots[:1], *spots], [*spots[1:], *spots[-1:]], strict=False)
     low = [p for p, before, after in neighbours if alive[p] <= min(alive[before], alive[after])]
     floor = min((alive[p] for p in low), default=0.0)
     narrowest = [p for p in low if alive[p] <= _AS_NARROW * floor]
-    done = [0.0, *accumulate(estimate(node) if node in active else 0.0 for node in flat.nodes)]  # before each position
+    work = (sizes.work(node) if node in active else 0.0 for node in flat.nodes)
+    done = [0.0, *accumulate(work)]  # before each position
     best = heaviest([done[p] for p in spots], done[-1], num_stages)
     for places in (narrowest, _narrow_here(low, alive, done, num_stages), low):
         if len(places) >= 2 * (num_stages - 1):
@@ -231,21 +232,21 @@ def cut_places(flat: Traced, num_stages: int) -> list[int]:
 
 def estimated(flat: Traced, cuts: Sequence[int], names: StateNames, **facts: object) -> Profile:
     """What lies between the cuts, with the work of each counted in the graph."""
-    active = _activations(flat)
-    alive = alive_bytes(flat, active)
+    active, sizes = _activations(flat), _sizes(flat)
+    alive = alive_bytes(flat, active, sizes)
     parts = [flat.nodes[start:end] for start, end in pairwise([0, *cuts, len(flat.nodes)])]
     users: defaultdict[str, set[int]] = defaultdict(set)
-    sizes: dict[str, int] = {}
+    held_bytes: dict[str, int] = {}
     for parameter, name in flat.parameters.items():
-        sizes[names.first[name]] = int(_bytes(parameter.meta["val"]))
+        held_bytes[names.first[name]] = int(sizes.bytes(parameter.meta["val"]))
         users[names.first[name]] |= {bisect_right(cuts, flat.index[u]) for u in parameter.users if u in flat.index}
-    shared = {name: sizes[name] for name, held in users.items() if len(held) > 1}
+    shared = {name: held_bytes[name] for name, held in users.items() if len(held) > 1}
     named = numbered([[module_path(node) for node in part if node in active] for part in parts])
     layers = (
         LayerCost(
             name,
-            forward=sum(estimate(node) for node in part if node in active),
-            parameter_bytes=sum(sizes[n] for n, held in users.items() if held == {k}),
+            forward=sum(sizes.work(node) for node in part if node in active),
+            parameter_bytes=sum(held_bytes[n] for n, held in users.items() if held == {k}),
             shared=frozenset(n for n in shared if k in users[n]),
         )
         for k, (name, part) in enumerate(zip(named, parts, strict=True))
@@ -275,16 +276,30 @@ def _activations(flat: Traced) -> set[fx.Node]:
     return {node for node in found - parameters if not is_size(node)}
 
 
-def alive_bytes(flat: Traced, active: set[fx.Node]) -> list[float]:
+def _sizes(flat: Traced) -> ExampleSizes:
+    return ExampleSizes((*flat.origins, *flat.nodes))
+
+
+def alive_bytes(flat: Traced, active: set[fx.Node], sizes: ExampleSizes) -> list[float]:
     """For each position, the bytes of the values made before it and used at or after it."""
     change = [0.0] * (len(flat.nodes) + 2)
     for node in active:
         i = flat.index[node]
         last = max((flat.index[u] for u in node.users if u in flat.index), default=i)
-        size = _bytes(node.meta.get("val"))
+        size = sizes.bytes(node.meta.get("val"))
         change[i + 1] += size
         change[last + 1] -= size
     return list(accumulate(change[: len(flat.nodes)]))
+
+
+def _of_changing_size(flat: Traced, active: set[fx.Node]) -> set[int]:
+    """The positions where something would cross whose size depends on data: a step takes the sizes of the first one."""
+    found: set[int] = set()
+    for node in active:
+        if decided_by_data(node.meta.get("val")):
+            last = max((flat.index[u] for u in node.users if u in flat.index), default=0)
+            found |= set(range(flat.index[node] + 1, last + 1))
+    return found
 
 
 _GIVEN_UP = 1.2  # how much heavier a stage may be for less to cross
@@ -312,30 +327,3 @@ def heaviest(places: Sequence[float], total: float, num_stages: int) -> float:
             done = ends[bisect_right(ends, done + limit) - 1]  # where it was, if one piece alone is too heavy
         low, high = (low, limit) if done == total else (limit, high)
     return high
-
-
-def estimate(node: fx.Node) -> float:
-    """Operations of one node, roughly: matrix products by their sizes, everything else by what it makes."""
-    made = _elements(node.meta.get("val"))
-    tensors = [a.meta.get("val") for a in node.all_input_nodes]
-    shapes = [sizes_in_example(t) for t in tensors if isinstance(t, Tensor)]
-    name = str(node.target)
-    if "linear" in name or "mm" in name or "matmul" in name:
-        return 2.0 * made * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if "scaled_dot_product" in name and shapes:
-        return 4.0 * made * (shapes[0][-2] if len(shapes[0]) > 1 else 1)
-    if "conv" in name and len(shapes) > 1:
-        return 2.0 * made * prod(shapes[1][1:])
-    return made
-
-
-def sizes_in_example(value: Tensor) -> list[int]:
-    return [s.node.hint if isinstance(s, SymInt) else int(s) for s in value.shape]
-
-
-def _bytes(value: object) -> float:
-    return sum(_elements(part) * part.dtype.itemsize for part in tensors_in(value))
-
-
-def _elements(value: object) -> float:
-    return float(sum(prod(sizes_in_example(part)) for part in tensors_in(value)))

@@ -58,6 +58,8 @@ class StageModule(nn.Module):
         self.bare = False  # whether a call returns one output as it is, and the model's outputs without their nest
         self.own_only = False  # whether it then leaves out those that it was given, and did not compute
         self.why_static = source.why_static
+        of_leaves = zip(source.example.table.names, source.example.dims, strict=True)
+        self.asked = frozenset((name, dim) for name, dims in of_leaves for dim in dims or ())  # what was to stay open
         # Of each changing size of the arguments: those that are what it is, unless seen otherwise.
         self.partners = source.partners()
         self.model_names: frozenset[str] = frozenset()  # every name of the whole model
@@ -156,7 +158,7 @@ class StageModule(nn.Module):
         known = self._keys.get(seen)
         if known is None:
             sizes: dict[str, int] = {}
-            if wrong := misfit(self.inputs, values, sizes, self.why_static):
+            if wrong := misfit(self.inputs, values, sizes, self.why_static, self.asked):
                 raise ShapeError(wrong)
             known = self._keys[seen] = self._key_for(sizes)
         return known

@@ -7,7 +7,7 @@ stage.outputs    # values that later stages use, or the leaves of the model's ou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -64,8 +64,17 @@ def size_of(size: int | torch.SymInt) -> Size:
     return int(size)
 
 
-def misfit(wires: Sequence[Wire], values: Sequence[object], sizes: dict[str, int], why_static: str = "") -> str:
-    """Which value does not have the sizes that were captured, or ""; `sizes` gets what each changing size is now."""
+def misfit(
+    wires: Sequence[Wire],
+    values: Sequence[object],
+    sizes: dict[str, int],
+    why_static: str = "",
+    asked: Collection[tuple[str, int]] = (),
+) -> str:
+    """Which value does not have the sizes that were captured, or ""; `sizes` gets what each changing size is now.
+
+    `asked`: arguments and dimensions that were to stay open. One of these that is fixed is so by the model's own code.
+    """
     for wire, value in zip(wires, values, strict=True):
         if not isinstance(value, torch.Tensor):
             continue
@@ -83,10 +92,12 @@ def misfit(wires: Sequence[Wire], values: Sequence[object], sizes: dict[str, int
                         f"{sizes[expected]} (both are {expected})"
                     )
             elif expected != now:
+                may_open = wire.source is None and not why_static and expected != 1 and (wire.name, dim) not in asked
+                open_it = f"dynamic_shapes={{{wire.name!r}: {{{dim}: torch.export.Dim.AUTO}}}}, or with "
                 return (
                     f"dimension {dim} of {wire.name} is {now}; the model was captured with {expected} there, and that "
-                    f"dimension is fixed{why_static and f' ({why_static})'}. Capture with dynamic_shapes={{{wire.name!r}: "
-                    f"{{{dim}: torch.export.Dim.AUTO}}}}, or with this size"
+                    f"dimension is fixed{why_static and f' ({why_static})'}. Capture with {open_it * may_open}an example "
+                    "that has this size: one microbatch of the batches to come"
                 )
     return ""
 

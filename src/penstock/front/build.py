@@ -24,7 +24,7 @@ from penstock.front.choose import choose
 from penstock.front.dimensions import spread
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.machine import copy_bandwidth, measure_machine
-from penstock.front.model_profile import estimated_profile, measured_profile, together
+from penstock.front.model_profile import captured, estimated_profile, measured_profile, together
 from penstock.front.pipeline_options import RankOptions, Request
 from penstock.lower import InTurn
 from penstock.parallel import wrap
@@ -206,7 +206,7 @@ def cut(request: Request, choice: Choice) -> Pipe:
     if where is not None:
         chosen = [tuple(where[boundary - 1]) for boundary in choice.boundaries]
         options |= {"num_stages": choice.num_stages, "choose_cuts": cuts_at(chosen)}
-    return pipeline(request.model, request.args, request.kwargs, **options)
+    return captured(request, lambda args, kwargs: (pipeline(request.model, args, kwargs, **options), None))[0]
 
 
 def values_to_fill(modules: Sequence[nn.Module], request: Request, device: torch.device) -> list[Callable[[], None]]:

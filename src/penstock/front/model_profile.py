@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from penstock.balance import LayerCost, Profile
 from penstock.batch import batch_size_of, split_batch, split_target
 from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pipeline, profile_layers
+from penstock.capture.wires import misfit
 from penstock.comm import LocalTransport
 from penstock.errors import CaptureError
 from penstock.front.ends import Ends
@@ -23,6 +24,7 @@ from penstock.plan import Plan
 _SLOWER = 1.25  # so many times what the others take is a rank of its own kind
 _AT_LEAST = 0.1  # of what was measured for a layer counts, whatever the calls take
 _TIMES = ("forward", "backward_input", "backward_weight")
+Found = TypeVar("Found", bound=tuple[Pipe, object])
 Places: TypeAlias = tuple[tuple[int, str], ...]  # where a model was cut: position, and name of the operator there
 
 
@@ -41,10 +43,14 @@ def estimated_profile(request: Request, ends: Ends) -> Profile:
 def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
     """The model in its smallest pieces, and where they lie in it; in the user's own pieces, None."""
     of_cut, plan = request.of_cut, request.schedule if isinstance(request.schedule, Plan) else None
-    if of_cut.is_split:
-        return pipeline(request.model, request.args, request.kwargs, **of_cut.of_capture), None
     most = of_cut.count or (plan.num_stages if plan else 4 * ends.num_ranks)
-    return capture_layers(request.model, request.args, request.kwargs, num_stages=most, **of_cut.of_capture)
+
+    def capture(args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> tuple[Pipe, Places | None]:
+        if of_cut.is_split:
+            return pipeline(request.model, args, kwargs, **of_cut.of_capture), None
+        return capture_layers(request.model, args, kwargs, num_stages=most, **of_cut.of_capture)
+
+    return captured(request, capture)
 
 
 def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
@@ -155,7 +161,29 @@ def _retimed(profile: Profile, time: Callable[[int, str], Value], **facts: objec
     return replace(profile, layers=layers, metadata={**profile.metadata, "backward": backward, **facts})
 
 
-def microbatch_of(request: Request) -> tuple[tuple[object, ...], dict[str, object]]:
+def captured(request: Request, capture: Callable[[tuple[Value, ...], Mapping[str, Value]], Found]) -> Found:
+    """Capture with the example; or with one microbatch of it, if the whole example cannot be captured or the model then takes no
+    other number of rows, as one whose code goes through them row by row."""
+    args, kwargs = microbatch_of(request)
+    if batch_size_of(args, kwargs) == batch_size_of(request.args, request.kwargs):
+        return capture(request.args, request.kwargs)
+    failed: CaptureError | None = None
+    try:
+        found = capture(request.args, request.kwargs)
+        info = found[0].info()
+        leaves = info.inputs.bind(args, kwargs)
+        wires = [wire for wires in info.stage_inputs for wire in wires if wire.source is None]
+        if not misfit(wires, [leaves[wire.name] for wire in wires], {}):
+            return found
+    except CaptureError as error:
+        failed = error
+    try:
+        return capture(args, kwargs)
+    except CaptureError as error:
+        raise failed or error from None
+
+
+def microbatch_of(request: Request) -> tuple[tuple[Value, ...], dict[str, Value]]:
     """One microbatch of the example; an example too small to be cut is taken for one."""
     size = batch_size_of(request.args, request.kwargs)
     if size is None or size < request.microbatches:
