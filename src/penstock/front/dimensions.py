@@ -14,9 +14,10 @@ DTensor travels as shards, each to the rank in the same place of the next stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+Held = TypeVar("Held", bound=Tensor)
 Parallelize = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 
 
@@ -38,18 +40,26 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int
 
     shard_parameters(module, mesh["tp"], {"*.up.weight": 0, "*.down.weight": 1})
 
-    A pattern that fits no parameter of this stage is none of its business. All ranks of the mesh call it.
+    A pattern that fits no parameter of this stage is none of its business. One that fits one of the names of a parameter with
+    several (tied weights) is for all of them. All ranks of the mesh call it.
     """
     from torch.distributed.tensor import Shard
 
-    for name, parameter in list(module.named_parameters()):
-        found = next((dim for pattern, dim in dims.items() if fnmatchcase(name, pattern)), None)
-        if found is not None:
-            if not 0 <= found < parameter.dim():
+    for names, parameter in _by_names(module.named_parameters(remove_duplicate=False)):
+        known = dict.fromkeys([*names, *(other for name in names for other in _other_names(module, name))])
+        fitting = {name: [dim for pattern, dim in dims.items() if fnmatchcase(name, pattern)] for name in known}
+        found = {name: matches[0] for name, matches in fitting.items() if matches}
+        if len({*found.values()}) > 1:
+            said = ", ".join(f"{name} along dimension {dim}" for name, dim in found.items())
+            raise StageError(
+                f"{said}: these are names of one parameter, which is cut along one dimension; give one for all"
+            )
+        for name, dim in [*found.items()][:1]:
+            if not 0 <= dim < parameter.dim():
                 raise StageError(
-                    f"{name} has the shape {list(parameter.shape)}, and no dimension {found} to be cut along"
+                    f"{name} has the shape {list(parameter.shape)}, and no dimension {dim} to be cut along"
                 )
-            _place(module, name, parameter, mesh, Shard(found))
+            _put(module, names, _placed(parameter, mesh, Shard(dim)))
 
 
 def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mesh: DeviceMesh | None) -> None:
@@ -60,12 +70,35 @@ def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mes
 
     names = tuple(name for name in mesh.mesh_dim_names or () if name not in ("dp", "pp"))
     beside = mesh[names] if len(names) > 1 else mesh[names[0]]
+    known: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # what stages of this rank share stays one: each tensor and what it became
     for stage in stages:
+        tied = [own for own, _ in _by_names(stage.submod.named_parameters(remove_duplicate=False)) if len(own) > 1]
         stage.submod = parallelize(stage.submod, mesh) or stage.submod
+        _check_tied(stage, tied)
         if isinstance(stage.submod, StageModule):
-            for name, value in [*stage.submod.named_parameters(), *stage.submod.named_buffers()]:
+            held = [
+                stage.submod.named_parameters(remove_duplicate=False),
+                stage.submod.named_buffers(remove_duplicate=False),
+            ]
+            for own, value in _by_names(chain(*held)):
                 if not isinstance(value, DTensor) and value.numel():
-                    _place(stage.submod, name, value, beside, *[Replicate()] * beside.ndim)
+                    if id(value) not in known:
+                        known[id(value)] = value, _placed(value, beside, *[Replicate()] * beside.ndim)
+                    _put(stage.submod, own, known[id(value)][1])
+
+
+def _check_tied(stage: PipelineStage, tied: Iterable[Sequence[str]]) -> None:
+    """Raise if names that stood for one parameter stand for several now, of which each would be trained on its own."""
+    now = dict(stage.submod.named_parameters(remove_duplicate=False))
+    for names in tied:
+        if len({id(now[name]) for name in names if name in now}) > 1:
+            first, *others = names
+            raise StageError(
+                f"{', '.join(names)} of stage {stage.stage_index} were one parameter, and parallelize= has made several of "
+                f"it; at the end of that function tie them again: module.{others[0]} = module.{first}"
+            )
 
 
 def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize | None) -> Callable[..., Tensor] | None:
@@ -81,11 +114,28 @@ def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize |
     return loss
 
 
-def _place(module: nn.Module, name: str, value: Tensor, mesh: DeviceMesh, *placements: Placement) -> None:
+def _by_names(named: Iterable[tuple[str, Held]]) -> list[tuple[list[str], Held]]:
+    """Each tensor once, with all its names in a module."""
+    found: dict[int, tuple[list[str], Held]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _other_names(module: nn.Module, name: str) -> Sequence[str]:
+    """The names that a parameter of a captured stage has in the user's model."""
+    return module.aliases.get(name, ()) if isinstance(module, StageModule) else ()
+
+
+def _placed(value: Tensor, mesh: DeviceMesh, *placements: Placement) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
-    path, _, leaf = name.rpartition(".")
     made: Tensor = distribute_tensor(value.detach(), mesh, placements)
-    if isinstance(value, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=value.requires_grad)
-    setattr(module.get_submodule(path), leaf, made)
+    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+
+
+def _put(module: nn.Module, names: Iterable[str], value: Tensor) -> None:
+    """Put a tensor under all the names that another one has in the module, so that it stays one."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, value)

@@ -113,6 +113,11 @@ def wrap(module: nn.Module, kind: str, mesh: DeviceMesh | None) -> nn.Module:
     if mesh is None or mesh.size() == 1 or not any(p.requires_grad for p in module.parameters()):
         return module
     if kind == "ddp":
+        if spread := [name for name, parameter in module.named_parameters() if hasattr(parameter, "placements")]:
+            raise StageError(
+                f'data_parallel="ddp" where {spread[0]} is spread over another dimension of the mesh: DistributedDataParallel '
+                'takes plain tensors alone. Write data_parallel="fsdp"'
+            )
         return DistributedDataParallel(module, process_group=mesh.get_group())
     from torch.distributed.fsdp import fully_shard
 

@@ -26,7 +26,7 @@ from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.plan import Placement
 from penstock.run.layout import dense, wire
-from penstock.stage.dtensors import to_local
+from penstock.stage.dtensors import layout_of, placed_as, to_local
 from penstock.stage.engine import run_engine
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -138,7 +138,13 @@ class Ties:
                 differ = ", ".join(f"{' and '.join(kinds)} on rank {rank}" for rank, kinds in found)
                 raise StageError(
                     f"the parameters tied to {group.names[0]} differ: {differ}; parameters that are one have one shape and "
-                    "one dtype"
+                    "one dtype, and are spread over a mesh in one way"
+                )
+            places = [(rank, *place) for rank, place, _ in held if place[1]]
+            if twice := next((place for place in places if places.count(place) > 1), None):
+                raise StageError(
+                    f"{group.holders} are one parameter, and rank {twice[0]} has two nn.Parameters of one memory for it, which "
+                    "an optimizer would change twice; give its stages the same nn.Parameter, or each a copy"
                 )
             # Ranks as threads, or stages of one rank, may hold the very same tensor: autograd sums its gradient already.
             if len({place for _, place, _ in held}) < 2:
@@ -202,7 +208,8 @@ class Ties:
 
     def _total(self, group: _TieGroup) -> tuple[Tensor | None, bool]:
         """The gradient of this step over all holders, and whether one of them has the parameter frozen."""
-        grads = [dense(parameter.grad) for parameter in group.mine if parameter.grad is not None]
+        found = [(parameter.grad, parameter) for parameter in group.mine if parameter.grad is not None]
+        grads = [placed_as(dense(grad), parameter) for grad, parameter in found]
         frozen = not all(parameter.requires_grad for parameter in group.mine)
         owner, *others = group.ranks
         if self.transport.rank != owner:
@@ -249,5 +256,6 @@ def declared(stages: Iterable[PipelineStage]) -> list[Holders]:
 
 def _place(parameter: nn.Parameter) -> tuple[tuple[int, int], str]:
     """Where a parameter lies, and of what kind it is."""
-    local = to_local(parameter.detach())
-    return (os.getpid(), local.data_ptr()), kind_of(parameter)
+    local, layout = to_local(parameter.detach()), layout_of(parameter)
+    spread = "" if layout is None else f" placed {parameter.placements} on a mesh of {layout.mesh_shape}"  # type: ignore[attr-defined]
+    return (os.getpid(), local.data_ptr()), kind_of(parameter) + spread

@@ -109,7 +109,22 @@ def mesh_of(module: torch.nn.Module, get_mesh: MeshGetter | None, layout: DTenso
     """The mesh that a stage puts arriving DTensors on: asked of the user, or read off its parameters."""
     if get_mesh is not None and layout is not None:
         return get_mesh(layout.mesh_names or (), None)
-    return next((found.device_mesh for found in map(_as_dtensor, module.parameters()) if found is not None), None)
+    found = next((found.device_mesh for found in map(_as_dtensor, module.parameters()) if found is not None), None)
+    wanted = () if layout is None else layout.mesh_names or ()
+    # Between forwards `fully_shard` has the parameters on a mesh with the data-parallel dimension in front.
+    inside = found is not None and wanted and set(wanted) < set(found.mesh_dim_names or ())
+    return found[wanted] if inside and found is not None else found
+
+
+def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A DTensor spread as another one is, without its graph; all ranks of the mesh call it. Any other tensor as it is.
+
+    The gradient of a DTensor may be spread in another way than the parameter: each rank may hold a term of a sum.
+    """
+    spread, wanted = _as_dtensor(tensor), _as_dtensor(like)
+    if spread is None or wanted is None or spread.placements == wanted.placements:
+        return tensor
+    return spread.detach().redistribute(wanted.device_mesh, wanted.placements)  # type: ignore[attr-defined]  # it is still a DTensor
 
 
 def _spell(placement: Placement) -> str:
