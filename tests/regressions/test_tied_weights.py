@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import penstock
-from penstock.errors import StageError
+from penstock.errors import PenstockError, StageError
+from penstock.run import Schedule
 from penstock.stage.dtensors import whole_tensor
 from tests.gloo_pool import GlooPool
+from tests.run.pipes import on_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
@@ -251,3 +254,58 @@ def test_ddp_beside_tensor_parallelism_is_refused(gloo_pool: GlooPool) -> None:
     for outcome in gloo_pool.outcomes(4, captured, {"dp": 2, "pp": 1, "tp": 2}, "by words", "1f1b", "ddp"):
         assert outcome.error == "StageError"
         assert 'Write data_parallel="fsdp"' in outcome.details
+
+
+def accumulated(kind: str, synced: list[bool], sparse: bool) -> list[dict[str, Tensor]]:
+    """The gradients after steps of which some are under the wrapper's `no_sync`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mine, model = slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2), make()
+    model.embed.sparse = sparse
+    given: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "loss_fn": loss_fn, "profile": False}
+    pipe = penstock.Pipeline(model, (batch(0)[0][mine],), mesh=mesh, data_parallel=kind, **given)
+    wrapper: Any = pipe.stages[0].submod
+    for step, sync in enumerate(synced):
+        tokens, labels = batch(step)
+        if kind == "fsdp":
+            wrapper.set_requires_gradient_sync(sync)
+        with nullcontext() if sync or kind == "fsdp" else wrapper.no_sync():
+            pipe.step(tokens[mine], target=labels[mine])
+    return [{name: whole_tensor(p.grad) for name, p in pipe.named_parameters()}]
+
+
+@pytest.mark.parametrize("synced", [[False, True], [True, False, False, True]], ids=str)
+@pytest.mark.parametrize(("kind", "sparse"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+def test_steps_under_no_sync_count_for_tied_weights(
+    gloo_pool: GlooPool, kind: str, sparse: bool, synced: list[bool]
+) -> None:
+    """What a step under `no_sync` had left in the gradient of a tied weight was kept apart from what the next step averaged over
+    the replicas, and so it was never averaged: the replicas went apart."""
+    model = make()
+    for step in range(len(synced)):
+        tokens, labels = batch(step)
+        loss_fn(model(tokens), labels).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for (got,) in gloo_pool.run(4, accumulated, kind, synced, sparse):
+        for name, value in got.items():
+            torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_step_that_fails_leaves_what_a_tied_weight_had_gathered() -> None:
+    """The owner adds to a copy of its gradient: neither a step that fails nor one that succeeds gives it another tensor."""
+    modules: list[nn.Module] = [nn.Linear(4, 4, bias=False).double() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x, y = torch.randn(2, 8, 4, dtype=torch.float64)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        weight: Any = modules[rank].weight
+        schedule.step(x, target=y)
+        first, values = weight.grad, weight.grad.clone()
+        with pytest.raises((PenstockError, ZeroDivisionError)), modules[1].register_forward_hook(lambda *_: 1 / 0):
+            schedule.step(x, target=y)
+        assert weight.grad is first
+        assert torch.equal(first, values)
+        schedule.step(x, target=y)
+        assert weight.grad is first
+        torch.testing.assert_close(first, 2 * values, rtol=1e-12, atol=0.0)
+
+    on_ranks("1f1b", 2, 4, rank, modules=modules, ties=[penstock.tie([(0, "weight"), (1, "weight")])])

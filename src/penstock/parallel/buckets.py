@@ -73,7 +73,9 @@ def average_sparse_gradients(parameters: Sequence[Tensor], group: dist.ProcessGr
     for parameter in parameters:
         grad = parameter.grad
         mean = torch.zeros_like(parameter, layout=torch.sparse_coo) if grad is None else grad / size
-        mean = mean.coalesce()
+        mean = (
+            mean if mean.is_sparse else mean.to_sparse(1)
+        ).coalesce()  # a tied one is dense once its parts were added up
         dist.all_reduce(mean, group=group)
         if grad is not None or mean._nnz():
             parameter.grad = mean
@@ -100,6 +102,9 @@ def _send(members: list[Tensor], group: dist.ProcessGroup, failed: bool | None) 
 
     With `failed=None` the replicas have agreed before.
     """
+    for parameter in members:
+        if parameter.grad is not None and parameter.grad.is_sparse:  # in a captured stage nothing tells beforehand
+            parameter.grad = parameter.grad.to_dense()
     first = local(members[0])
     facts = [] if failed is None else _facts(members, group, failed)
     parts = [local(p).new_zeros(local(p).numel()) if p.grad is None else local(p.grad).reshape(-1) for p in members]

@@ -1,10 +1,10 @@
 """Parameters that several stages hold: one logical parameter, the same value everywhere, one summed gradient.
 
-Each rank's part of a step's gradient is kept apart from what `.grad` held before. After a step that succeeded on all
-ranks the parts go to the owner, which adds them up in the order of ranks and sends the sum back; autograd then accumulates
-that sum on every holder. So all holders have the same bits, also when gradients accumulate over steps, and equal
-optimizers keep them equal. A tensor hook on such a parameter gets each microbatch's part, once. (A post-accumulate hook fires
-once more, for the sum.)
+Each rank's part of a step's gradient is kept apart from what `.grad` held before. Only the owner adds to what it held:
+data parallelism must average that too, if earlier steps were under `no_sync`. After a step that succeeded on all ranks the
+parts go to the owner, which adds them up in the order of ranks and sends the sum back; autograd then gives it to every holder.
+So all holders have the same bits, also when gradients accumulate over steps, and equal optimizers keep them equal. A tensor
+hook on such a parameter gets each microbatch's part, once. (A post-accumulate hook fires once more, for the sum.)
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class _TieGroup:
     ranks: tuple[int, ...]  # that hold it, the owner's first
     names: list[str]  # of all holders, the owner's first
     homes: list[_Home]  # on this rank
+    continues: bool = False  # in a step: whether this rank, the owner's, adds to the gradient of earlier steps
 
     def __post_init__(self) -> None:
         self.holders = " = ".join(self.names)  # for the ranks to compare
@@ -94,6 +95,14 @@ class _TieGroup:
     def find(self) -> None:
         """The copies that this rank holds now; each may hang in several places."""
         self.mine = tuple({id(present): present for present in map(_Home.present, self.homes)}.values())
+
+
+class _SharedGradient(NamedTuple):
+    """A gradient, of one holder or of all, as it is sent."""
+
+    grad: Tensor | None
+    frozen: bool = False  # whether a holder has the parameter frozen
+    continues: bool = False  # whether the gradient of earlier steps is in it
 
 
 class Ties:
@@ -163,20 +172,23 @@ class Ties:
         for group in self.groups:
             owner, *others = group.ranks
             mine = self.transport.rank == owner
-            value = group.mine[0].detach() if mine else self._receive(owner, group)[0]
+            value = group.mine[0].detach() if mine else self._receive(owner, group).grad
             assert value is not None, "an owner has a value"
             for rank in others if mine else ():
-                self._send(rank, value, frozen=False)
+                self._send(rank, _SharedGradient(value))
             for parameter in group.mine:
                 parameter.data.copy_(value)
 
     def begin(self) -> None:
-        """Keep what `.grad` holds apart from what the step adds."""
+        """Keep what `.grad` holds apart from what the step adds; the owner adds to a copy of it."""
         for group in self.groups:
             group.find()
-        self.before = [(parameter, parameter.grad) for group in self.groups for parameter in group.mine]
-        for parameter, _ in self.before:
-            parameter.grad = None
+            owns = self.transport.rank == group.ranks[0]
+            group.continues = owns and group.mine[0].grad is not None and group.mine[0].requires_grad
+            for place, parameter in enumerate(group.mine):
+                grad = parameter.grad
+                self.before.append((parameter, grad))
+                parameter.grad = grad.clone() if grad is not None and group.continues and not place else None
 
     def restore(self) -> None:
         """After a failure: `.grad` is what it was."""
@@ -188,59 +200,62 @@ class Ties:
         """After a step that succeeded on all ranks."""
         totals = [self._total(group) for group in self.groups]
         self.restore()
-        for group, (total, frozen) in zip(self.groups, totals, strict=True):
-            if total is not None and frozen:
+        for group, total in zip(self.groups, totals, strict=True):
+            if total.grad is not None and total.frozen:
                 here = "" if all(p.requires_grad for p in group.mine) else ", this rank's too"
                 raise StageError(
                     f"{group.holders} are one parameter, and a holder has it frozen while another trains it (ranks "
                     f"{sorted(group.ranks)}{here}); call requires_grad_(False) on every rank that holds it, or on none"
                 )
-        for group, (total, _) in zip(self.groups, totals, strict=True):
-            if total is not None:
-                for parameter in group.mine:
-                    hooks = parameter._backward_hooks or {}  # they have changed each part of the gradient already
-                    heard = dict(hooks)
-                    hooks.clear()
-                    try:
-                        run_engine((parameter,), (total.clone(),))
-                    finally:
-                        hooks.update(heard)
+        for group, total in zip(self.groups, totals, strict=True):
+            if total.grad is None:
+                continue
+            for parameter in group.mine:
+                if total.continues and parameter.grad is not None:
+                    parameter.grad.detach().zero_()  # the sum has it
+                hooks = parameter._backward_hooks or {}  # they have changed each part of the gradient already
+                heard = dict(hooks)
+                hooks.clear()
+                try:
+                    run_engine((parameter,), (total.grad.clone(),))
+                finally:
+                    hooks.update(heard)
 
-    def _total(self, group: _TieGroup) -> tuple[Tensor | None, bool]:
-        """The gradient of this step over all holders, and whether one of them has the parameter frozen."""
+    def _total(self, group: _TieGroup) -> _SharedGradient:
+        """The gradient of this step over all holders."""
         found = [(parameter.grad, parameter) for parameter in group.mine if parameter.grad is not None]
         grads = [placed_as(dense(grad), parameter) for grad, parameter in found]
         frozen = not all(parameter.requires_grad for parameter in group.mine)
         owner, *others = group.ranks
         if self.transport.rank != owner:
-            self._send(owner, _sum(grads), frozen=frozen)
+            self._send(owner, _SharedGradient(_sum(grads), frozen))
             return self._receive(owner, group)
         for rank in others:
-            other, theirs = self._receive(rank, group)
-            grads += [] if other is None else [other]
-            frozen = frozen or theirs
-        total = _sum(grads)
+            other = self._receive(rank, group)
+            grads += [] if other.grad is None else [other.grad]
+            frozen = frozen or other.frozen
+        total = _SharedGradient(_sum(grads), frozen, group.continues)
         for rank in others:
-            self._send(rank, total, frozen=frozen)
-        return total, frozen
+            self._send(rank, total)
+        return total
 
-    def _send(self, rank: int, grad: Tensor | None, *, frozen: bool) -> None:
-        flags = torch.tensor([grad is not None, frozen], dtype=torch.int64)
+    def _send(self, rank: int, part: _SharedGradient) -> None:
+        flags = torch.tensor([part.grad is not None, part.frozen, part.continues], dtype=torch.int64)
         works = [self.transport.control.isend(flags, rank)]
-        if grad is not None:
-            works.append(self.transport.isend(wire(grad), rank))
+        if part.grad is not None:
+            works.append(self.transport.isend(wire(part.grad), rank))
         for work in works:
             work.wait()
 
-    def _receive(self, rank: int, group: _TieGroup) -> tuple[Tensor | None, bool]:
-        flags = torch.empty(2, dtype=torch.int64)
+    def _receive(self, rank: int, group: _TieGroup) -> _SharedGradient:
+        flags = torch.empty(3, dtype=torch.int64)
         self.transport.control.irecv(flags, rank).wait()
-        has_grad, frozen = flags.tolist()
+        has_grad, frozen, continues = map(bool, flags.tolist())
         if not has_grad:
-            return None, bool(frozen)
+            return _SharedGradient(None, frozen, continues)
         grad = torch.empty_like(group.mine[0].detach(), memory_format=torch.contiguous_format)
         self.transport.irecv(to_local(grad), rank).wait()
-        return grad, bool(frozen)
+        return _SharedGradient(grad, frozen, continues)
 
 
 def _sum(grads: Sequence[Tensor]) -> Tensor | None:

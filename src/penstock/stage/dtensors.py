@@ -124,7 +124,8 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
     spread, wanted = _as_dtensor(tensor), _as_dtensor(like)
     if spread is None or wanted is None or spread.placements == wanted.placements:
         return tensor
-    return spread.detach().redistribute(wanted.device_mesh, wanted.placements)  # type: ignore[attr-defined]  # it is still a DTensor
+    placed: Tensor = spread.detach().redistribute(wanted.device_mesh, wanted.placements)  # type: ignore[attr-defined]  # a DTensor
+    return placed
 
 
 def _spell(placement: Placement) -> str:
