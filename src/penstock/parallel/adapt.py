@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch  # noqa: F401 - for the example above
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import ReplicaFailed, StageError
@@ -106,11 +106,13 @@ def wrap(module: nn.Module, kind: str, mesh: DeviceMesh | None) -> nn.Module:
 
         wrap(module, "fsdp", mesh["dp"])
 
-    One that has nothing to train, or no replicas, stays as it is.
+    One that has no parameters, or no replicas, stays as it is. Frozen ones are wrapped: they may be tied to those of another
+    stage, or be trained later.
     """
     if kind not in ("ddp", "fsdp"):
         raise StageError(f'data_parallel={kind!r}; expected "ddp" or "fsdp"')
-    if mesh is None or mesh.size() == 1 or not any(p.requires_grad for p in module.parameters()):
+    held = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
+    if mesh is None or mesh.size() == 1 or not held:
         return module
     if kind == "ddp":
         if spread := [name for name, parameter in module.named_parameters() if hasattr(parameter, "placements")]:
@@ -118,7 +120,14 @@ def wrap(module: nn.Module, kind: str, mesh: DeviceMesh | None) -> nn.Module:
                 f'data_parallel="ddp" where {spread[0]} is spread over another dimension of the mesh: DistributedDataParallel '
                 'takes plain tensors alone. Write data_parallel="fsdp"'
             )
-        return DistributedDataParallel(module, process_group=mesh.get_group())
+        frozen = [] if any(p.requires_grad for p in held) else [min(held, key=Tensor.numel)]
+        for parameter in frozen:  # DistributedDataParallel takes no module without anything to train
+            parameter.requires_grad_(True)
+        try:
+            return DistributedDataParallel(module, process_group=mesh.get_group())
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module, mesh=mesh)

@@ -125,8 +125,11 @@ def _average_through_hook(ddp: DistributedDataParallel, failed: bool) -> list[in
     failures = agree_in_host_memory(parameters, ddp.process_group, failed=failed)
     if failures:
         return failures
+    left = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         members = bucket.parameters()
+        for parameter in members:
+            left.pop(id(parameter), None)
         for parameter, view in zip(members, bucket.gradients(), strict=True):
             if parameter.grad is not None:
                 view.copy_(local(parameter.grad))
@@ -135,7 +138,8 @@ def _average_through_hook(ddp: DistributedDataParallel, failed: bool) -> list[in
         for parameter, view in zip(members, bucket.gradients(), strict=True):
             if parameter.grad is not None:  # else it is unused on all replicas
                 local(parameter.grad).copy_(view)
-    return []
+    # The reducer has no buckets for what was frozen when the wrapper was made.
+    return average_gradients([*left.values()], ddp.process_group, bucket_bytes=ddp.bucket_bytes_cap)
 
 
 def _sparse_parameters(module: nn.Module) -> set[int]:
