@@ -53,10 +53,14 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)
-    spread(built.stages, of_ranks.parallelize, of_ranks.mesh)
-    for stage in built.stages:
-        compile_in_place(stage.submod, of_cut.compile)
-        stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
+
+    def finish() -> None:
+        spread(built.stages, of_ranks.parallelize, of_ranks.mesh)
+        for stage in built.stages:
+            compile_in_place(stage.submod, of_cut.compile)
+            stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
+
+    ends.each("spreading, compiling and wrapping the stages", finish)
     return built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload)), ends
 
 

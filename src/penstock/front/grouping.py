@@ -15,14 +15,14 @@ from torch import Tensor
 
 from penstock.balance import Grouped, group_rows
 from penstock.batch import Microbatches, batch_size_of
-from penstock.errors import RunError, SplitError
+from penstock.errors import SplitError
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.weighted import WeightedSchedule
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
 
 Make = Callable[[Plan], WeightedSchedule]
-_NOTHING, _FAILED = -1, -2  # in place of a number of rows
+_NOTHING = -1  # in place of a number of rows
 
 
 @dataclass(frozen=True)
@@ -142,21 +142,22 @@ class FewRows:
         found.steps, found._watches = usual.steps, usual._watches
         return found
 
-    def of_evaluation(self, args: tuple[Value, ...], kwargs: Mapping[str, Value], make: Make) -> WeightedSchedule:
-        """A schedule that cuts no more microbatches than there are rows; the same on every rank."""
-        rows, problem = None, None
-        try:
+    def of_evaluation(
+        self, args: tuple[Value, ...], kwargs: Mapping[str, Value], make: Make, problem: Exception | None = None
+    ) -> WeightedSchedule:
+        """A schedule that cuts no more microbatches than there are rows; the same on every rank. `problem`: what is wrong with
+        this rank's call already."""
+
+        def look() -> int:
+            if problem is not None:
+                raise problem
             rows = self._rows_of(args, kwargs)
             if rows == 0:
                 raise SplitError("the batch has no rows; expected at least one")
-        except SplitError as error:
-            problem = error
-        mine = _FAILED if problem is not None else _NOTHING if rows is None else rows
+            return _NOTHING if rows is None else rows
+
+        mine = self.ends.ready("evaluate() or predict()", look)
         everyone = [int(number) for number in self.ends.of_each("evaluate() or predict()", mine)]
-        if problem is not None:
-            raise problem
-        if _FAILED in everyone:
-            raise RunError(f"rank {everyone.index(_FAILED)} was given a batch that cannot be cut, and says why")
         given = {rank: {"rows": count} for rank, count in enumerate(everyone) if count != _NOTHING}
         same_everywhere("the batches", given, "Give every rank the same")
         return self.of_few(next((facts["rows"] for facts in given.values()), None), make)

@@ -151,7 +151,8 @@ class OwnStages:
 
         All ranks call it. The names are those of the user's model, and what has several names is written once.
         """
-        save_pretrained(Path(folder), self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
+        place = self._ends.ready("save_pretrained()", lambda: Path(folder))
+        save_pretrained(place, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
 
     # -- for programs around a pipeline
 
@@ -183,7 +184,7 @@ class OwnStages:
     @takes(RunError)
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return self._ends.any(flag)
+        return self._ends.any(self._ends.ready("any()", lambda: bool(flag)))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

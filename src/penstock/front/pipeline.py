@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
 from penstock.capture import Pipe
-from penstock.errors import OutOfMemory, RunError, StageError
+from penstock.errors import OutOfMemory, PenstockError, RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
-from penstock.front.choice import Choice
+from penstock.front.choice import Built, Choice
 from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
 from penstock.front.garbage import Garbage
@@ -28,7 +28,7 @@ from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
-from penstock.front.replan import Replanner, calibrated, recut
+from penstock.front.replan import Replanner, calibrated, check_rounds, recut
 from penstock.front.saving import Saving, prepare, save
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
@@ -130,12 +130,13 @@ class Pipeline(OwnStages):
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
-        check_where(outputs, self.num_ranks)
-        self.schedule.check_call("step", target, loss_kwargs)
-        keep = outputs is not None
+        problem = self._refusal("step", outputs, target, loss_kwargs)
+        keep = outputs is not None and problem is None
         few = self._few_rows.count(args, kwargs)
         count, gives = few or self.schedule.num_microbatches, keep and self.rank == self._last_rank
         batch = StepBatch(args, kwargs, target, few).grouped(self._of_steps.group_rows, count, outputs=gives)
+        if problem is not None:
+            batch = replace(batch, problem=problem)
         losses: list[Tensor] = []
         value = self._run(batch, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
         ran = self._of_step(few)
@@ -155,10 +156,9 @@ class Pipeline(OwnStages):
 
         loss = pipe.evaluate(tokens, target=labels).loss
         """
-        check_where(outputs, self.num_ranks)
-        self.schedule.check_call("evaluate", target, loss_kwargs)
-        losses: list[Tensor] = []
-        schedule, value = self._evaluated(args, kwargs, outputs, target=target, losses=losses, loss_kwargs=loss_kwargs)
+        problem, losses = self._refusal("evaluate", outputs, target, loss_kwargs), list[Tensor]()
+        given = {"target": target, "losses": losses, "loss_kwargs": loss_kwargs, "return_outputs": outputs is not None}
+        schedule, value = self._evaluated(args, kwargs, problem, given)
         return self._result(schedule, losses, value, outputs, trained=False)
 
     @one_call
@@ -167,8 +167,8 @@ class Pipeline(OwnStages):
 
         scores = pipe.predict(tokens)
         """
-        check_where(outputs, self.num_ranks)
-        _, value = self._evaluated(args, kwargs, outputs)
+        problem = self._refusal("predict", outputs, None, None)
+        _, value = self._evaluated(args, kwargs, problem, {"return_outputs": outputs is not None})
         return deliver(self._ends, value, outputs, last=self._last_rank)
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -186,6 +186,7 @@ class Pipeline(OwnStages):
         what they were; an optimizer that works inside the backward is not held back.
         """
         known = self._chosen("calibrate() on stages made by hand: nothing is predicted of them; pass a model instead")
+        self._ends.ready("calibrate()", partial(check_rounds, rounds), lambda: {"rounds": rounds})
         replanner, self._replanner = self._replanner, None  # these steps are none of its own
         try:
             call = partial(self.step, *args, target=target, **kwargs)
@@ -241,10 +242,16 @@ class Pipeline(OwnStages):
 
         Each parameter counts once, however many stages and replicas hold it: the norm is that of the unsplit model.
         """
-        if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-            raise RunError(f"max_norm={max_norm!r}; expected a number from 0, the largest norm that may be")
-        counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
-        total = norm.total_norm(counted, self._ends, norm_type=float(norm_type), scaler=self._of_steps.loss_scale)
+
+        def look() -> norm.Local:
+            counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
+            return norm.local_norm(counted, max_norm, norm_type, self._ends.device)
+
+        def given() -> dict[str, object]:
+            return {"max_norm": float(max_norm), "norm_type": float(norm_type), "strict": bool(error_if_nonfinite)}
+
+        local = self._ends.ready("clip_grad_norm_()", look, given)
+        total = norm.total_norm(local, self._ends, scaler=self._of_steps.loss_scale)
         if error_if_nonfinite and not total < float("inf"):
             raise RunError(f"the norm of the gradients is {total}; look for overflow, or pass error_if_nonfinite=False")
         norm.shrink(self._gradients(), max_norm / (total + 1e-6))
@@ -274,8 +281,13 @@ class Pipeline(OwnStages):
         next steps, and a `Saving` comes back; `stager`, one of torch.distributed.checkpoint's, then makes the copy.
         """
         began = time.perf_counter()
-        if wait and stager is not None:
-            raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
+
+        def look() -> Path:
+            if wait and stager is not None:
+                raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
+            return Path(folder)
+
+        folder = self._ends.ready("save()", look, lambda: {"wait": bool(wait)})
         companions = replace(self._companions(optimizer, scheduler, data), extra=extra or {})
         order = prepare(folder, self.tensors, self._ends, companions, keep=keep)
         self._saving = None if wait else Saving(order, self._ends, began, stager)
@@ -317,9 +329,19 @@ class Pipeline(OwnStages):
 
         pipe.run_plan(penstock.recompute(pipe.plan))
         """
-        built = self._built.with_plan(plan, calibrated=None)
-        self.schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
-        self._built = built
+        before = self.schedule.plan
+
+        def change() -> Built:
+            built = self._built.with_plan(plan, calibrated=None)
+            self.schedule.run_plan(plan)  # if it does not fit the stages, all is as it was
+            return built
+
+        try:
+            self._built = self._ends.ready("run_plan()", change)
+        except PenstockError:
+            if self.num_ranks > 1:  # it may fit on some: all go back, and meet again before the next step
+                self.schedule.run_plan(before)
+            raise
 
     # -- inside
 
@@ -387,13 +409,24 @@ class Pipeline(OwnStages):
         """The schedule of a step, or one of its plan with only so many microbatches."""
         return self._few_rows.of_few(few, self._scheduled)
 
+    def _refusal(self, name: str, outputs: object, target: object, loss_kwargs: object) -> RunError | None:
+        """What cannot be in this call. It is raised where the other ranks hear of it: they may have been given something else."""
+        try:
+            check_where(outputs, self.num_ranks)
+            if name != "predict":
+                self.schedule.check_call(name, target, loss_kwargs)
+        except RunError as error:
+            return error
+        return None
+
     def _evaluated(
-        self, args: tuple[Value, ...], kwargs: Mapping[str, Value], outputs: Where, **options: Value
+        self, args: tuple[Value, ...], kwargs: Mapping[str, Value], problem: RunError | None, given: Mapping[str, Value]
     ) -> tuple[WeightedSchedule, Value]:
         """What a schedule that suits this batch gives for it in evaluation mode, and the schedule."""
-        schedule = self._few_rows.of_evaluation(args, kwargs, self._scheduled)
+        schedule = self._few_rows.of_evaluation(args, kwargs, self._scheduled, problem)
         with self._evaluating():
-            return schedule, schedule.eval(*args, return_outputs=outputs is not None, **options, **kwargs)
+            call = partial(schedule.eval, *args, **given, **kwargs)
+            return schedule, self._ends.together("evaluate() or predict()", call)
 
     def _result(
         self, schedule: WeightedSchedule, losses: list[Tensor], value: object, outputs: Where, *, trained: bool

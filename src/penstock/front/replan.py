@@ -42,8 +42,6 @@ def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[]
     where they differ much, or where something else had the processors. All ranks of all replicas make as many steps, since these
     wait for one another.
     """
-    if not 1 <= rounds <= _LIMIT:
-        raise RunError(f"calibrate(rounds={rounds}); expected the number of steps to measure, from 1 to {_LIMIT:,}")
     steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):
@@ -62,6 +60,12 @@ def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[]
     beside = max(ends.gather("what a step takes beside its actions", statistics.median(around for _, around in used)))
     costs = compiled_costs(schedule, measured_costs([timeline for timeline, _ in used], choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
+
+
+def check_rounds(rounds: object) -> None:
+    """Before any rank begins to measure."""
+    if not isinstance(rounds, int) or not 1 <= rounds <= _LIMIT:
+        raise RunError(f"calibrate(rounds={rounds!r}); expected the number of steps to measure, from 1 to {_LIMIT:,}")
 
 
 def enough(timelines: Sequence[Timeline], rounds: int) -> bool:

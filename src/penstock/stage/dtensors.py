@@ -128,6 +128,14 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
     return placed
 
 
+def summed(grad: Value) -> Value:
+    """A DTensor without terms of sums, which the ranks of its mesh add up; all of them call it."""
+    from torch.distributed.tensor import Replicate
+
+    wanted = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+    return grad if wanted == [*grad.placements] else grad.detach().redistribute(grad.device_mesh, wanted)
+
+
 def _spell(placement: Placement) -> str:
     from torch.distributed.tensor import Partial, Shard
 
