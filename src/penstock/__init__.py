@@ -16,7 +16,8 @@ _HOME = {
         "penstock.errors": (
             "PenstockError PlanError ParseError IncompleteError OrderError DeadlockError UnknownNameError SplitError "
             "MergeError CaptureError BalanceError StageError ShapeError RunError PeerFailed ReplicaFailed RanksDisagree "
-            "StepTimeout TransportError OutOfMemory DeviceFailed UnevenCut MissingPackage NotCompiled NotDeferred OverLimit"
+            "StepTimeout TransportError OutOfMemory DeviceFailed UnevenCut MissingPackage NotCompiled NotDeferred OverLimit "
+            "LabelsNotCounted"
         ),
         "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
         "penstock.schedules": "get_schedule all_schedules",

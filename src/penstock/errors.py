@@ -28,6 +28,7 @@ UnevenCut, a warning: the stages that penstock cut are far from even.
 NotDeferred, a warning: linear layers whose weight work a split backward cannot put off.
 NotCompiled, a warning: a stage that should be compiled runs eagerly.
 OverLimit, a warning: a step held more than its memory_limit.
+LabelsNotCounted, a warning: a target has labels that losses ignore, and microbatches count by their rows.
 """
 
 from __future__ import annotations
@@ -285,4 +286,11 @@ class OverLimit(UserWarning):
     """A warning, no error: a step held more on this rank than `memory_limit` allows.
 
     warnings.filterwarnings("error", category=penstock.OverLimit)  # stop there
+    """
+
+
+class LabelsNotCounted(UserWarning):
+    """A warning, no error: a target has labels that losses ignore (-100), and nothing says how microbatches count by the others.
+
+    pipe = penstock.Pipeline(model, (x,), loss_fn=own, loss_weight=lambda target: (target != -100).sum())
     """

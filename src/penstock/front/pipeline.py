@@ -24,6 +24,7 @@ from penstock.front.dimensions import whole_loss
 from penstock.front.garbage import Garbage
 from penstock.front.grouping import FewRows, StepBatch
 from penstock.front.loading import load_into, take_weights
+from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
@@ -69,7 +70,7 @@ class Pipeline(OwnStages):
       `optimizer`, `optimizer_bytes`, `profile`, `split_spec`, `split_policy`, `dynamic_shapes`, `output_loss_value_spec`,
       `multi_use_param_spec`, `compile`;
     - of the ranks: `group`, `mesh`, `parallelize`, `data_parallel`, `device`;
-    - of the steps: `loss_scale`, `share_loss`, `run_folder`, `group_rows`, `replan`,
+    - of the steps: `loss_scale`, `loss_weight`, `share_loss`, `run_folder`, `group_rows`, `replan`,
       `collect_every`, and those of a `Schedule`:
       `scale_grads`, `seed`, `rng`, `recompute`, `offload`, `offload_to`, `ties`, `dynamic`, `receives`,
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
@@ -97,6 +98,7 @@ class Pipeline(OwnStages):
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
+        self._loss_weights = LossWeights(loss_fn, of_steps.loss_weight, by_dimension_0=of_steps.cuts_rows)
         self.schedule = self._scheduled(self._built.plan)
         self._telling = Telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
@@ -369,6 +371,7 @@ class Pipeline(OwnStages):
     def _scheduled(self, plan: Plan) -> WeightedSchedule:
         schedule = self._make_schedule(plan)
         schedule.spread = self._ends.beside
+        schedule.loss_weights = self._loss_weights
         # One rank alone would get one of its own: two calls could not see each other.
         schedule._transport = self._ends.transport
         return schedule

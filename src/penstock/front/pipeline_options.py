@@ -146,7 +146,16 @@ class RankOptions:
 
 
 # What a Schedule does not have.
-_OWN = ("collect_every", "few_rows", "loss_scale", "run_folder", "share_loss", "group_rows", "replan")
+_OWN = (
+    "collect_every",
+    "few_rows",
+    "loss_weight",
+    "loss_scale",
+    "run_folder",
+    "share_loss",
+    "group_rows",
+    "replan",
+)
 
 
 @takes(StageError)
@@ -155,6 +164,7 @@ class StepOptions:
     """How a step goes. All but the first eight are those of a `Schedule`."""
 
     loss_scale: Value = None  # a GradScaler: all ranks skip a step whose gradients overflow on one
+    loss_weight: Callable[..., Value] | None = None  # what a microbatch counts, by its target; else by its loss or rows
     run_folder: str | Path | None = None  # where each rank writes what it does, for `penstock top`
     collect_every: int | None = None  # Python's garbage is collected after so many steps, on all ranks at once
     share_loss: bool = True  # False: no broadcast at the end of a step; the loss is on the last stage's rank alone
@@ -186,6 +196,11 @@ class StepOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise StageError(f"seed={self.seed!r}; expected a whole number")
         _is(self, "loss_scale", ("scale", "step", "update"), "a torch.amp.GradScaler")
+        _is(self, "loss_weight", _FUNCTION, "loss_weight(target), which says how much a microbatch counts")
+        if self.loss_weight is not None and not self.scale_grads:
+            raise StageError(
+                "loss_weight with scale_grads=False, which takes each loss as it is; leave one of them out"
+            )
         _is(self, "run_folder", str | Path, "a folder")
         if self.run_folder == "":
             raise StageError('run_folder=""; expected the name of a folder ("." is the one where you are), or nothing')
@@ -207,6 +222,11 @@ class StepOptions:
     def batch_specs(self) -> dict[str, Value]:
         """How the arguments of a batch are cut, where the user says so."""
         return {"args_spec": self.args_chunk_spec, "kwargs_spec": self.kwargs_chunk_spec}
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether outputs and targets are cut along their first dimension, for all that is said here."""
+        return self.target_chunk_spec is None and self.output_merge_spec is None
 
     def of_schedule(self, loss_fn: object) -> dict[str, object]:
         """The options that `Schedule` takes; what `recompute` and `offload` ask for is in the plan that it is given."""

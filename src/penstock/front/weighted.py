@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.front.loss_weights import LossWeights, Shares
 from penstock.nest import Value, map_tensors
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
@@ -20,9 +22,10 @@ class WeightedSchedule(Schedule):
     """A `Schedule` whose weights can be asked for, and multiplied."""
 
     factor: float | Tensor = 1.0  # of the loss before the backward; the loss that is reported stays as it is
+    loss_weights: LossWeights | None = None  # what the loss of a microbatch counts, if not its rows
     spread: bool = False  # whether stages are DTensors over dimensions of a mesh beside dp and pp
     problem: Exception | None = None  # what is wrong with this rank's batch: told to the other ranks in the step
-    _shares: Sequence[float | Tensor] | None = None
+    _shares: Shares | None = None
     _copies: torch.Stream | None = None  # for copies of the batch to the device
 
     def _cut(self, given: Given, *, train: bool) -> StepInputs:
@@ -38,9 +41,28 @@ class WeightedSchedule(Schedule):
         return inputs
 
     def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
-        shares = self._shares = super()._weights(inputs)
+        self._shares = self.shares(inputs)
+        return self._scaled(self._shares)
+
+    def shares(self, inputs: StepInputs) -> Shares | None:
+        """How much the loss of each microbatch counts in that of the batch; None: each is a part of it as it is."""
+        by_rows = super()._weights(inputs)
+        if by_rows is None or len(by_rows) == 1 or self.loss_weights is None or inputs.targets is None:
+            return by_rows
+        rows = [float(share) for share in by_rows]
+        known = self.loss_weights.shares(inputs, rows)
+        if known is None:  # the first output will tell
+            inputs.look = partial(self._look, self.loss_weights, inputs, rows)
+        return rows if known is None else known
+
+    def _look(self, weights: LossWeights, inputs: StepInputs, rows: list[float], output: Value, target: Value) -> None:
+        self._shares = weights.seen(inputs, rows, output, target)
+        inputs.weights = self._scaled(self._shares)
+
+    def _scaled(self, shares: Shares | None) -> Shares | None:
+        """What losses are multiplied by before their backward: with the factor of a GradScaler, which nobody here reads."""
         factor = self.factor
-        if isinstance(factor, Tensor):  # a number on a device, which nobody here reads
+        if isinstance(factor, Tensor):
             return [factor * share for share in shares or [1.0] * self.num_microbatches]
         return shares
 
@@ -72,5 +94,11 @@ class WeightedSchedule(Schedule):
         """The loss of the whole batch, of numbers in a list or in a tensor."""
         if not self.scale_grads or self._shares is None or len(self._shares) != len(losses):
             return sum(losses) if not self.scale_grads else sum(losses) / len(losses)
-        counted = [isinstance(share, Tensor) or share > 0 for share in self._shares]  # the mean of nothing is no number
-        return sum(share * loss for share, loss, counts in zip(self._shares, losses, counted, strict=True) if counts)
+        return sum(_counted(share, loss) for share, loss in zip(self._shares, losses, strict=True))
+
+
+def _counted(share: float | Tensor, loss: Value) -> Value:
+    """A part of the loss of a batch; 0 where nothing counts, since the mean of nothing is no number."""
+    if isinstance(share, Tensor):
+        return torch.where(share > 0, share * loss, torch.zeros_like(share))
+    return share * loss if share > 0 else 0.0

@@ -35,13 +35,16 @@ class TokenSchedule(WeightedSchedule):
 
     part: float = 1.0  # of a larger batch: also a factor of the loss before its backward
 
-    def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
+    def shares(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
         counts = [count_labels(one, shifted=False) for one in inputs.kwargs or ()]
         total = sum(n or 0 for n in counts)
-        weights = super()._weights(inputs)
-        if self.scale_grads and total and None not in counts:
-            self._shares = [(n or 0) / total for n in counts]
-            weights = [share * self.factor for share in self._shares]
+        given = self.loss_weights is not None and self.loss_weights.given is not None
+        if self.scale_grads and total and None not in counts and not given:
+            return [(n or 0) / total for n in counts]
+        return super().shares(inputs)
+
+    def _scaled(self, shares: Sequence[float | Tensor] | None) -> Sequence[float | Tensor] | None:
+        weights = super()._scaled(shares)
         if self.part == 1.0:
             return weights
         return [self.part * w for w in weights or [1.0] * self.num_microbatches]

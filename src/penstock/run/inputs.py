@@ -56,6 +56,9 @@ class StepInputs:
     weights: Sequence[float | Tensor] | None = None  # of the microbatches in the loss; None: each counts 1
     keep_outputs: bool = False
     loss_fn: Callable[..., Tensor] | None = None
+    look: Callable[[Value, Value], None] | None = (
+        None  # called with the first output and target, once its loss is there
+    )
     uneven: bool = False  # input and target have different numbers of rows
     feed: Feed | None = None  # brings what is in host memory to the device; None: everything is where it is needed
 

@@ -44,6 +44,9 @@ class LastStage:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
+            if inputs.look is not None:
+                look, inputs.look = inputs.look, None
+                look(output, target)
             if self.grad and self.losses[microbatch] is None:  # else it is run again for the graph of the first run
                 if not self.board:  # the first of a step tells for all
                     # Some of torch's losses leave their one number in the memory of all rows.
