@@ -5,7 +5,7 @@
 
 From the call to the step:
 
-    asked    pipeline_options (the options, in four groups)
+    asked    pipeline_options (the options, in four groups), compared (which must be the same on every rank)
     known    ends (who takes part), machine (what actions, messages and copies cost), model_profile (what layers cost)
     chosen   candidates (plans and cuts), choose (the fastest, within a limit of memory), choice (what stages cost, and what was
              chosen) and choice_text

@@ -21,6 +21,7 @@ from penstock.errors import CaptureError, PlanError, StageError
 from penstock.front.candidates import Wishes, plans
 from penstock.front.choice import Built, Choice, Machine
 from penstock.front.choose import choose
+from penstock.front.compared import compare
 from penstock.front.dimensions import spread
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.machine import copy_bandwidth, measure_machine
@@ -50,6 +51,7 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
     elif device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     ends = Ends.of(group, of_ranks.mesh, torch.device(device), beside=of_ranks.parallelize is not None)
+    compare(request.options(model, of_ranks), ends)
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)

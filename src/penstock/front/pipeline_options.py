@@ -251,6 +251,15 @@ class Request:
     def kwargs(self) -> Mapping[str, Value]:
         return self.of_model.example_kwargs or {}
 
+    def options(self, model: torch.nn.Module | None, of_ranks: RankOptions) -> dict[str, Value]:
+        """All options by name; a number of stages under both of its names."""
+        groups = (self.of_model, self.of_cut, of_ranks, self.of_steps)
+        found = {f.name: getattr(group, f.name) for group in groups for f in fields(group)}
+        if not self.of_cut.made:
+            found["stages"] = found["num_stages"] = self.of_cut.count
+        named = (model, self.args, self.loss_fn, self.schedule, self.microbatches)
+        return {**found, **dict(zip(FIRST, named, strict=True))}
+
 
 GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)
 FIRST = ("model", "example", "loss_fn", "schedule", "microbatches")  # the named parameters of Pipeline

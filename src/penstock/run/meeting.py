@@ -44,13 +44,18 @@ def transport_of(group: Group, device: torch.device, stage: PipelineStage | None
     return alone if stage is None else _ALONE.setdefault(stage, alone)
 
 
+def digest_of(plan: Plan) -> str:
+    """A plan in a few characters."""
+    # All ranks' lists; of a family's plan its name and sizes, from which they follow, and the first list.
+    told = f"{plan.family.name}\n{','.join(map(text, plan.codes[0]))}" if plan.family else dumps(plan)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
 def facts_of(plan: Plan, stages: Sequence[PipelineStage], ties: Ties, *, loss: bool) -> dict[str, str]:
     """What must be the same on every rank."""
     stage = stages[0]
-    # All ranks' lists; of a family's plan its name and sizes, from which they follow, and the first list.
-    told = f"{plan.family.name}\n{','.join(map(text, plan.codes[0]))}" if plan.family else dumps(plan)
     return {
-        "plan": hashlib.sha256(told.encode()).hexdigest()[:16],
+        "plan": digest_of(plan),
         "microbatches": str(plan.num_microbatches),
         "model": _model_of(stage),
         "wires": "those of a chain" if stage.routes is None else stage.routes.wires,

@@ -399,6 +399,16 @@ class Schedule:
         """The parameters that several stages hold."""
         return Ties(self.stages, self._tied, self.plan.placement, self._transport)
 
+    @property
+    def _options_told(self) -> dict[str, str]:
+        """The options by which ranks send and draw."""
+        rng, receives = self._binding.rng, self._binding.receives
+        return {
+            "dynamic": str(self._dynamic),
+            "rng": "none" if rng is None else f"per-microbatch, seed={rng.seed}",
+            "receives": "default" if receives is None else str(receives),
+        }
+
     def _connect(self, *, train: bool) -> Runner:
         """Before the first step the ranks meet."""
         if self._runner is None:
@@ -406,6 +416,7 @@ class Schedule:
             def look(facts: dict[str, str]) -> bool:
                 facts["schedule"] = self.plan.name or type(self).__name__
                 facts["communicators"] = self._transport.queues
+                facts |= self._options_told
                 facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
                 return self._programs[self._mode(train=train)].compiles
 
