@@ -75,7 +75,6 @@ PAIRS: dict[str, tuple[Any, Any, str, str]] = {
     "loss_scale": (torch.amp.GradScaler("cpu"), None, "given", "none"),
     "loss_weight": (len, None, "given", "none"),
     "run_folder": ("somewhere", None, "given", "none"),
-    "on_oom": ("raise", "replan", "'raise'", "'replan'"),
     "collect_every": (10, None, "10", "None"),
     "share_loss": (True, False, "True", "False"),
     "few_rows": (True, False, "True", "False"),

@@ -117,7 +117,7 @@ COMPARED: dict[str, Describe] = {
     "loss_scale": given,
     "loss_weight": given,  # only the last stage calls it
     "run_folder": given,  # each rank has a file of its own there
-    **dict.fromkeys(("on_oom", "collect_every", "share_loss", "few_rows", "group_rows", "replan"), described),
+    **dict.fromkeys(("collect_every", "share_loss", "few_rows", "group_rows", "replan"), described),
     **dict.fromkeys(("scale_grads", "seed", "rng", "recompute", "offload", "ties", "dynamic", "receives"), described),
     "offload_to": given,  # a folder of this host
     **dict.fromkeys(("args_chunk_spec", "kwargs_chunk_spec", "target_chunk_spec", "output_merge_spec"), described),

@@ -1,18 +1,18 @@
 """Find out how a loss function scales with its rows, and which labels a cross entropy inside it counts.
 
     if depends_on_arguments_alone(loss_fn):
-        with aside(output):
+        with aside(loss_fn, output):
             labels_of(loss_fn, output, target, {})    # the call of cross_entropy that it returns, or None
             adds_up(loss_fn, output, target, {})      # flags: twice the rows give twice the loss
 
-Both call the function once more, so they are for functions whose code shows that nobody notices: no state, nothing changed in
-place, nothing but operators of torch. Of all others nothing is found out.
+Both call the function once more, so they are for functions that name nothing but operators of torch, constants, and functions
+like themselves. Variables that such a function sets are put back, and it gets copies of its arguments; one that changes those in
+place is left alone. Of all other functions nothing is found out.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import math
 import types
@@ -31,43 +31,14 @@ from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.buffers import RandomState, accelerators
 
 _MODULES = (torch, nn, functional, math)
-_BUILTINS = (
-    "abs",
-    "bool",
-    "float",
-    "int",
-    "isinstance",
-    "len",
-    "max",
-    "min",
-    "range",
-    "sum",
-    "tuple",
-    "zip",
-    "enumerate",
+_BUILTINS = (abs, bool, enumerate, float, int, isinstance, len, max, min, range, sum, tuple, zip)
+# Names of these modules and of tensors that do more than compute.
+_ACTING = (
+    *("backward", "compile", "cuda", "data", "distributed", "export", "grad", "hub", "init", "jit", "library", "load"),
+    *("manual_seed", "ops", "parallel", "register_hook", "retain_grad", "save", "seed", "set_rng_state", "utils"),
 )
-# Names that these modules and tensors have, and that do more than compute.
-_ACTING = {
-    "backward",
-    "compile",
-    "cuda",
-    "distributed",
-    "export",
-    "grad",
-    "hub",
-    "jit",
-    "library",
-    "load",
-    "manual_seed",
-    "ops",
-}
-_ACTING |= {"register_hook", "retain_grad", "save", "seed", "set_rng_state", "utils", "parallel", "init", "data"}
-_CHANGING = ("STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF", "IMPORT_NAME")
 _LOSSES = "torch.nn.modules.loss"
-_CLOSE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-}  # to equal, for losses of these types; smaller types are further off
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative; other types are compared with less precision
 _ROWS = 4  # of a microbatch, that a function is tried on
 
 
@@ -82,7 +53,7 @@ class LabelCall:
 
 
 def depends_on_arguments_alone(function: object, depth: int = 4) -> bool:
-    """Whether the code of a function shows that calling it once more changes nothing. False: that is not known.
+    """True if the names in the code of a function show that calling it once more does nothing but compute.
 
     >>> depends_on_arguments_alone(lambda output, target: ((output - target) ** 2).sum())
     True
@@ -102,8 +73,12 @@ def depends_on_arguments_alone(function: object, depth: int = 4) -> bool:
         values = [*(cell.cell_contents for cell in function.__closure__ or ()), *defaults]
     except ValueError:  # a cell without a value
         return False
+    names = {name for code in _codes(function.__code__) for name in code.co_names}
     return all(_is_fixed(one, depth) for one in values) and all(
-        _computes(code, function.__globals__, depth) for code in _codes(function.__code__)
+        _is_fixed(function.__globals__[name], depth)
+        if name in function.__globals__
+        else getattr(builtins, name, None) in _BUILTINS or _is_operator(name)
+        for name in names
     )
 
 
@@ -143,25 +118,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
-
-
-def _computes(code: types.CodeType, names: Mapping[str, object], depth: int) -> bool:
-    """Whether code does nothing but compute with what it names."""
-    for one in dis.get_instructions(code):
-        if one.opname in _CHANGING or one.opname.startswith("DELETE_"):
-            return False
-        if one.opname == "BINARY_OP" and one.argrepr.endswith("="):  # in place
-            return False
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            name = str(one.argval)
-            if not (_is_fixed(names[name], depth) if name in names else name in _BUILTINS and hasattr(builtins, name)):
-                return False
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and not _is_operator(str(one.argval)):
-            return False
-        elif one.opname in ("LOAD_CONST", "KW_NAMES") and isinstance(one.argval, tuple):
-            if {"inplace", "out"} & {name for name in one.argval if isinstance(name, str)}:
-                return False
-    return True
 
 
 def _is_operator(name: str) -> bool:
@@ -212,21 +168,24 @@ def labels_of(
     *,
     only_labels: bool = False,
 ) -> LabelCall | None:
-    """The one cross entropy whose value the function returns as it is; None: it does not. To be called `aside`.
+    """The one cross entropy whose value the function returns as it is; None: it does not, or it changes its arguments in place.
 
-    `only_labels`: it is known to; then nothing behind the labels is computed.
+    `only_labels`: it is known to return one; then nothing behind the labels is computed. To be called `aside`.
     """
+    given = map_tensors(Tensor.detach, (output, target))
+    copies = given if only_labels else map_tensors(Tensor.clone, given)
+    versions = [tensor._version for tensor in tensors_in(copies)]
     watching, value = _Watching(stop=only_labels), None
     try:
         with watching:
-            value = function(map_tensors(Tensor.detach, output), target, **options)
+            value = function(*copies, **options)
     except _Stopped:
         pass
     except Exception:  # noqa: BLE001  what is wrong with it, its own call says
         return None
     if len(watching.found) != 1 or value is not watching.found[0][1]:
         return None
-    return watching.found[0][0]
+    return watching.found[0][0] if versions == [tensor._version for tensor in tensors_in(copies)] else None
 
 
 def adds_up(
@@ -259,11 +218,29 @@ def adds_up(
 
 
 @contextmanager
-def aside(output: Value) -> Iterator[None]:
-    """Without a graph, and with the random numbers as they were afterwards."""
+def aside(function: Callable[..., Tensor], output: Value) -> Iterator[None]:
+    """Call a function without a graph; random numbers, and the variables that it sets, are afterwards as they were."""
     random = RandomState(accelerators(torch.device("cpu"), list(tensors_in(output))))
+    variables = [*_variables(function, 4)]
     try:
         with torch.no_grad():
             yield
     finally:
         random.set()
+        for put_back in variables:
+            put_back()
+
+
+def _variables(function: object, depth: int) -> Iterator[Callable[[], None]]:
+    """For each variable outside of a function that its code names: a call that puts back what it holds now."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, types.FunctionType) or is_function_of_torch(function) or depth == 0:
+        return
+    for cell in function.__closure__ or ():
+        yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
+        yield from _variables(cell.cell_contents, depth - 1)
+    for name in {name for code in _codes(function.__code__) for name in code.co_names} & function.__globals__.keys():
+        value = function.__globals__[name]
+        yield functools.partial(function.__globals__.__setitem__, name, value)
+        yield from _variables(value, depth - 1)

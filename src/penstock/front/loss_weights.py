@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -54,6 +53,7 @@ class LossWeights:
     ) -> None:
         loss_fn = _not_compiled(loss_fn)
         self.loss_fn, self.given, self.by_dimension_0 = loss_fn, given, by_dimension_0
+        self._is_tried = depends_on_arguments_alone(loss_fn)  # a function that can be called once more
         self._found: dict[object, str | Tensor] = {}  # by the options that the loss was called with
         self._warned = False
         self._on_host: tuple[Tensor, int, Tensor] | None = None  # weights of classes, their version, and a copy
@@ -70,9 +70,7 @@ class LossWeights:
             return as_shares([self._count(stated, labels) for labels in inputs.targets], by_rows)
         if stated == _ROWS:
             return by_rows
-        if isinstance(self.loss_fn, types.FunctionType | functools.partial) and depends_on_arguments_alone(
-            self.loss_fn
-        ):
+        if self._is_tried:
             return None
         self._warn(inputs, by_rows)
         return by_rows
@@ -85,7 +83,7 @@ class LossWeights:
         key = tuple((k, v if isinstance(v, bool | int | float | str) else None) for k, v in sorted(options.items()))
         found = self._found.get(key)
         if found not in (_ROWS, _SUM) and not isinstance(found, Tensor):
-            with aside(output):
+            with aside(loss_fn, output):
                 found = found or self._try(output, target, options)
                 if found == _LABELS:
                     calls = [labels_of(loss_fn, output, one, options, only_labels=True) for one in targets]
