@@ -245,3 +245,14 @@ def test_a_stage_that_cannot_be_spread_is_heard_of_when_the_pipeline_is_made(glo
     for kind, text in gloo_pool.run(2, spread_one):
         assert kind == "RunError"
         assert "ValueError: cannot be spread" in text
+
+
+def test_one_rank_alone_may_ask_for_the_parameters_of_stages_made_by_hand() -> None:
+    """The first look at them compared their names with those of the other ranks, and waited for these."""
+
+    def rank(transport: Any) -> list[str]:
+        stage = penstock.PipelineStage(nn.Linear(WIDTH, WIDTH), transport.rank, 2, "cpu", group=transport)
+        pipe = penstock.Pipeline(stages=[stage], loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=2)
+        return [name for name, _ in pipe.named_parameters()] if pipe.rank == 1 else []
+
+    assert LocalWorld(2).run(rank) == [[], ["stages.1.weight", "stages.1.bias"]]

@@ -66,12 +66,10 @@ class StageTensors:
         return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
 
 
-def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders]) -> StageTensors:
-    """Name everything that the stages of this rank hold."""
+def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders], prefixes: Mapping[int, str]) -> StageTensors:
+    """Name everything that the stages of this rank hold; `prefixes_of` has told what stands before the names of each stage."""
     stages, rank_of = built.stages, built.plan.placement.ranks
-    tied = {holder: tuple(holders) for holders in ties for holder in holders}
-    captured = all(isinstance(unwrap(stage.submod), StageModule) for stage in stages)
-    prefixes = {} if captured else _prefixes(stages, ends, tied)
+    tied = _by_holder(ties)
     found = StageTensors()
     for stage in stages:
         module = unwrap(stage.submod)
@@ -103,8 +101,11 @@ def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders]) -> StageTen
     return found
 
 
-def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[int, str], Holders]) -> dict[int, str]:
-    """Stages made by hand may use the same names for different things; then the stage's number tells them apart."""
+def prefixes_of(stages: Sequence[PipelineStage], ends: Ends, ties: Iterable[Holders]) -> dict[int, str]:
+    """Stages made by hand may use the same names for different things; then its number tells them apart. All ranks call it."""
+    if all(isinstance(unwrap(stage.submod), StageModule) for stage in stages):
+        return {}
+    tied = _by_holder(ties)
     mine = {stage.stage_index: list(unwrap(stage.submod).state_dict()) for stage in stages}
     told = ends.gather("the names of the parameters", list(mine.items()))
     everyone: dict[int, list[str]] = dict(chain.from_iterable(told))
@@ -115,3 +116,7 @@ def _prefixes(stages: Sequence[PipelineStage], ends: Ends, tied: Mapping[tuple[i
             if other != index and (index, name) not in tied.get((other, name), ()):
                 return {index: f"stages.{index}." for index in everyone}
     return {}
+
+
+def _by_holder(ties: Iterable[Holders]) -> dict[tuple[int, str], Holders]:
+    return {holder: tuple(holders) for holders in ties for holder in holders}

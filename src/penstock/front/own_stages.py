@@ -19,7 +19,7 @@ from penstock.front.choice import Built, Choice
 from penstock.front.choice_text import explanation
 from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
-from penstock.front.names import StageTensors, stage_tensors
+from penstock.front.names import StageTensors, prefixes_of, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
 from penstock.misfits import takes
 from penstock.nest import Value
@@ -63,6 +63,9 @@ class OwnStages:
         self.rank, self.num_ranks, self.transport = ends.rank, ends.num_ranks, ends.transport
         self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first
         self._ties = _ties(built, ties)
+        self._prefixes = prefixes_of(
+            built.stages, ends, self._ties
+        )  # here, where all ranks come: names are asked on one alone
         self._tensors: StageTensors | None = None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -92,9 +95,8 @@ class OwnStages:
     @property
     def tensors(self) -> StageTensors:
         """The parameters and buffers of this rank, by the names of the user's model."""
-        # No cached_property: its lock would be held while the other ranks, which may be threads, are asked.
         if self._tensors is None:
-            self._tensors = stage_tensors(self._built, self._ends, self._ties)
+            self._tensors = stage_tensors(self._built, self._ends, self._ties, self._prefixes)
         return self._tensors
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
