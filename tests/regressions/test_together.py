@@ -165,26 +165,18 @@ def test_norms_over_replicas(gloo_pool: GlooPool, kind: str) -> None:
 
 
 def clip_empty_shards() -> list[float]:
-    """A bias of one number over two ranks, one of which has nothing of it."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "tp"))
+    """Parameters of one row over two replicas, one of which has nothing of them."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(0)
-    pipe = penstock.Pipeline(
-        nn.Linear(WIDTH, 1).double(),
-        (X,),
-        mesh=mesh,
-        parallelize=lambda module, mesh: penstock.shard_parameters(module, mesh["tp"], {"*": 0}),
-        loss_fn=nn.functional.mse_loss,
-        schedule="1f1b",
-        microbatches=2,
-        profile=False,
-    )
+    given: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "schedule": "1f1b", "microbatches": 2, "profile": False}
+    pipe = penstock.Pipeline(nn.Linear(WIDTH, 1).double(), (X,), mesh=mesh, data_parallel="fsdp", **given)
     pipe.step(X, target=Y[:, :1])
     return [pipe.clip_grad_norm_(1e9, one) for one in NORMS]
 
 
 @pytest.mark.processes
 def test_the_largest_gradient_where_a_shard_is_empty(gloo_pool: GlooPool) -> None:
-    """The rank without a row raised, and the other one waited for it."""
+    """The replica without a row raised, and the other one waited for it."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1).double()
     nn.functional.mse_loss(model(X), Y[:, :1]).backward()
