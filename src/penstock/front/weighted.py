@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.front.loss_weights import LossWeights, Shares
+from penstock.front.norm import precise_on
 from penstock.nest import Value, map_tensors
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
@@ -62,7 +63,8 @@ class WeightedSchedule(Schedule):
     def _scaled(self, shares: Shares | None) -> Shares | None:
         """What losses are multiplied by before their backward: with the factor of a GradScaler, which nobody here reads."""
         factor = self.factor
-        if isinstance(factor, Tensor):
+        if isinstance(factor, Tensor):  # a share of a batch is rounded once, to the type of the loss
+            factor = factor.to(precise_on(factor.device))
             return [factor * share for share in shares or [1.0] * self.num_microbatches]
         return shares
 
