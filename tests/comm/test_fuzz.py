@@ -94,7 +94,7 @@ def test_bombs(name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("shape", [[1 << 40, 1 << 40], [-1], [1.5], [True], ["2"], [1] * 1000, "22", None])
 def test_tensors_that_cannot_be_are_not_made(shape: Any) -> None:
-    blob = json.dumps([[[shape, "float32", False, None]], "tensor"]).encode()
+    blob = json.dumps([[[shape, "float32", False, None, None]], "tensor"]).encode()
     with pytest.raises(PenstockError):
         described(blob)
 

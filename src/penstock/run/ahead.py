@@ -141,7 +141,7 @@ class DressRehearsal:
             with suppress(PenstockError):
                 tensors, spec = flatten(outbox.chosen(found[0]))
                 if all(layout_of(tensor) is None for tensor in tensors):  # else others would have to know a mesh
-                    layout = Layout.of(tensors, spec)
+                    layout = Layout.of(tensors, spec, ordered=outbox.ordered)
         if outbox.inbox is not None:
             self.layouts[outbox.stage] = layout
         else:

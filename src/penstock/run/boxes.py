@@ -55,11 +55,19 @@ class MessageBox(Generic[Here]):
             channel.queue(self.pull(microbatch))
             return
         buffers: list[Tensor | None] = [  # None: a value that has no gradient
-            None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
+            None
+            if tensor is None
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=channel.device)
+            if tensor.order is None
+            else tensor.empty(channel.device)
             for tensor in layout.tensors
         ]
         try:
-            works = [channel.recv([buffer]) for buffer in buffers if buffer is not None]
+            works = [
+                channel.recv([buffer if tensor is None or tensor.order is None else buffer.permute(tensor.order)])
+                for buffer, tensor in zip(buffers, layout.tensors, strict=True)
+                if buffer is not None
+            ]
         except RuntimeError as error:
             channel.fail(error)
         self.arrived[microbatch] = buffers  # type: ignore[assignment]  # as many, and of which kind, the layout says
@@ -70,9 +78,9 @@ class MessageBox(Generic[Here]):
         channel = self.channel
         tensors, nest = described((yield from channel.receive_description()))
         buffers = [None if tensor is None else tensor.empty(channel.device) for tensor in tensors]
-        for buffer in buffers:
-            if buffer is not None:
-                yield channel.recv([buffer])
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            if buffer is not None and tensor is not None:
+                yield channel.recv([buffer if tensor.order is None else buffer.permute(tensor.order)])
         self.arrived[microbatch] = buffers  # type: ignore[assignment]  # likewise
         self.incoming[microbatch] = Layout.decode(tensors, nest)
 
@@ -105,7 +113,7 @@ class MessageBox(Generic[Here]):
             return
         for tensor in layout.tensors:
             if tensor is not None:
-                channel.post(tensor.zeros(channel.device))
+                channel.post(wire(tensor.zeros(channel.device), tensor.order))
 
     def left_over(self) -> list[int]:
         """The microbatches of which something is still here."""
@@ -235,6 +243,7 @@ class Outbox(MessageBox[Tensor | None]):
         super().__init__(num_microbatches, channel, grad=grad)
         self.stage = stage
         self.inbox: Inbox | None = None  # where a consumer on this rank looks
+        self.ordered = False  # tensors keep the order of their dimensions in memory, by which random numbers are drawn
         self.select: tuple[int, ...] | None = None  # which outputs of the stage; None: the output as it is
         self.repeated: frozenset[int | None] = (
             frozenset()
@@ -272,15 +281,23 @@ class Outbox(MessageBox[Tensor | None]):
         if layout is not None:
             layout.check(tensors, spec, self.stage, microbatch)
             post = self.channel.post
-            for tensor in tensors:
-                post(wire(tensor))
+            if self.ordered:
+                for tensor in self._wired(tensors, layout):
+                    post(tensor)
+            else:
+                for tensor in tensors:
+                    post(wire(tensor))
         else:
-            layout = Layout.of(tensors, spec)
+            layout = Layout.of(tensors, spec, ordered=self.ordered)
             layout.check_device(self.channel.device, self.stage, microbatch)
-            self.channel.post_described(layout.encode(), list(map(wire, tensors)))
+            self.channel.post_described(layout.encode(), self._wired(tensors, layout))
             self.outgoing[microbatch] = layout
         if not self.grad or (microbatch in self.repeated and all(tensor.grad_fn is None for tensor in tensors)):
             self.tensors[microbatch] = self.specs[microbatch] = None
+
+    def _wired(self, tensors: list[Tensor], layout: Layout) -> list[Tensor]:
+        pairs = zip(tensors, layout.tensors, strict=True)
+        return [wire(tensor, None if known is None else known.order) for tensor, known in pairs]
 
     # -- backward
 

@@ -35,9 +35,10 @@ class TensorLayout:
     requires_grad: bool
     distributed: DTensorLayout | None = None
     on_host: bool = True  # for the sender alone: the receiver has a device of its own
+    order: tuple[int, ...] | None = None  # of its dimensions in memory, if that is another one and is to be kept
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorLayout:
+    def of(cls, tensor: Tensor, *, ordered: bool = False) -> TensorLayout:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
             raise StageError(
@@ -46,7 +47,8 @@ class TensorLayout:
             )
         distributed = layout_of(tensor)
         local = tensor if distributed is None else to_local(tensor)
-        return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed, tensor.is_cpu)
+        order = order_of(tensor) if ordered and distributed is None else None
+        return cls(tuple(local.shape), tensor.dtype, tensor.requires_grad, distributed, tensor.is_cpu, order)
 
     def matches(self, tensor: Tensor) -> bool:
         if self.distributed is not None or (type(tensor) is not Tensor and layout_of(tensor) is not None):
@@ -56,25 +58,37 @@ class TensorLayout:
 
     def to_json(self) -> list[object]:
         spread = None if self.distributed is None else self.distributed.to_json()
-        return [list(self.shape), dtype_name(self.dtype), self.requires_grad, spread]
+        order = None if self.order is None else list(self.order)
+        return [list(self.shape), dtype_name(self.dtype), self.requires_grad, spread, order]
 
     @classmethod
     def from_json(cls, row: list[Any]) -> TensorLayout:
-        shape, dtype, requires_grad, spread = row
+        shape, dtype, requires_grad, spread, order = row
         whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
         if not whole or len(shape) > 64 or not isinstance(requires_grad, bool):
             raise ValueError(f"{row!r:.80} describes no tensor")
         if math.prod(shape) >= 1 << 48:
             raise ValueError(f"a tensor of shape {shape!r:.80} is more than any memory holds")
-        return cls(
-            tuple(shape), dtype_named(dtype), requires_grad, None if spread is None else DTensorLayout.from_json(spread)
-        )
+        if order is not None:
+            if not isinstance(order, list) or any(type(d) is not int for d in order):
+                raise ValueError(f"{row!r:.80} describes no tensor")
+            if sorted(order) != list(range(len(shape))):
+                raise ValueError(f"{order!r:.80} is no order of {len(shape)} dimensions")
+            order = tuple(order)
+        distributed = None if spread is None else DTensorLayout.from_json(spread)
+        return cls(tuple(shape), dtype_named(dtype), requires_grad, distributed, order=order)
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.order is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        strides, size = [0] * len(self.shape), 1
+        for dimension in reversed(self.order):
+            strides[dimension] = size
+            size *= max(self.shape[dimension], 1)
+        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device=device)
 
     def zeros(self, device: torch.device) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return self.empty(device).zero_()
 
     def __str__(self) -> str:
         place = "" if self.on_host else " on the device"
@@ -90,8 +104,9 @@ class Layout:
     spec: Spec | None  # None: gradients
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], spec: Spec | None = None) -> Layout:
-        return cls(tuple(None if tensor is None else TensorLayout.of(tensor) for tensor in tensors), spec)
+    def of(cls, tensors: Sequence[Tensor | None], spec: Spec | None = None, *, ordered: bool = False) -> Layout:
+        """`ordered`: with the order of dimensions in memory, which the other end is to keep."""
+        return cls(tuple(None if one is None else TensorLayout.of(one, ordered=ordered) for one in tensors), spec)
 
     @classmethod
     def decode(cls, tensors: tuple[TensorLayout | None, ...], nest: object) -> Layout:
@@ -169,11 +184,29 @@ def settle(layouts: Sequence[Layout | None], grads: Sequence[Layout | None]) -> 
     return settled
 
 
-def wire(tensor: Tensor) -> Tensor:
-    """What is sent of a tensor: its local part, contiguous, with its values in memory as they are, without its graph."""
+def order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the one that memory goes through last; None: as they are numbered.
+
+    Random numbers are drawn in this order: whoever draws as many for a tensor draws others for one with other strides.
+
+    >>> order_of(torch.zeros(2, 3).t()), order_of(torch.zeros(2, 3)), order_of(torch.zeros(2, 3).t()[:, :1])
+    ((1, 0), None, None)
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = torch.empty_like(tensor, device="meta", requires_grad=False).stride()  # of a result of the same kind
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    return None if order == tuple(range(tensor.dim())) else order
+
+
+def wire(tensor: Tensor, order: tuple[int, ...] | None = None) -> Tensor:
+    """What is sent of a tensor: its local part, contiguous in this order of its dimensions, with its values in memory as they
+    are, without its graph."""
     local = tensor if type(tensor) is Tensor else to_local(tensor)
     if local.is_conj() or local.is_neg():  # conjugated or negated by a mark, which does not travel
         local = local.resolve_conj().resolve_neg()
+    if order is not None:
+        local = local.permute(order)
     return local if local.is_contiguous() else local.contiguous()
 
 

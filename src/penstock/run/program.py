@@ -71,6 +71,7 @@ class Program:
             for there in dict.fromkeys(placement.rank_of(c) for c in graph.consumers(index)):
                 here = there == self.rank
                 box = Outbox(index, size, None if here else self.channel(there), grad=grad)
+                box.ordered = self.setting.rng is not None
                 box.select, box.inbox = self.selected(index, there), self.inboxes[index] if here else None
                 self.outboxes[index, there] = box
         for index, stage in self.stages.items():
