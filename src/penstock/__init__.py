@@ -17,7 +17,7 @@ _HOME = {
             "PenstockError PlanError ParseError IncompleteError OrderError DeadlockError UnknownNameError SplitError "
             "MergeError CaptureError BalanceError StageError ShapeError RunError PeerFailed ReplicaFailed RanksDisagree "
             "StepTimeout TransportError OutOfMemory DeviceFailed UnevenCut MissingPackage NotCompiled NotDeferred OverLimit "
-            "LabelsNotCounted"
+            "LabelsNotCounted UnverifiedSplit"
         ),
         "penstock.plan": "Action Op Overlap Placement Plan StageGraph check",
         "penstock.schedules": "get_schedule all_schedules",

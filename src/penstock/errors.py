@@ -25,6 +25,7 @@ PenstockError
     └── TransportError        messages cannot be sent or received, and it is no other rank's failure
 
 UnevenCut, a warning: the stages that penstock cut are far from even.
+UnverifiedSplit, a warning: stages made of submodules were not compared with the model.
 NotDeferred, a warning: linear layers whose weight work a split backward cannot put off.
 NotCompiled, a warning: a stage that should be compiled runs eagerly.
 OverLimit, a warning: a step held more than its memory_limit.
@@ -110,6 +111,8 @@ class CaptureError(PenstockError, RuntimeError):
 
     penstock.Pipeline(model_with_a_branch_on_its_data, (x,))
     """
+
+    modules: tuple[str, ...] = ()  # of a model that cannot be traced: submodules to make stages of
 
 
 class BalanceError(PenstockError, ValueError):
@@ -265,6 +268,13 @@ class UnevenCut(UserWarning):
     """A warning, no error: one stage takes more than 1.5 times the mean of all, so that the others wait for it.
 
     warnings.filterwarnings("ignore", category=penstock.UnevenCut)
+    """
+
+
+class UnverifiedSplit(UserWarning):
+    """A warning, no error: `split_modules` was given no example, so nobody has compared its stages with the model.
+
+    warnings.filterwarnings("ignore", category=penstock.UnverifiedSplit)
     """
 
 

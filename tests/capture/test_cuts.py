@@ -145,7 +145,7 @@ def test_module_lists_under_schedules(schedule: str) -> None:
     ids, labels = torch.randint(0, 11, (2, 6, 3))
 
     def rank(transport: LocalTransport) -> dict[str, Tensor]:
-        modules = split_modules(copy.deepcopy(model), names, 4)
+        modules = split_modules(copy.deepcopy(model), names, 4, example=(ids,))
         own = plan.placement.stages_of(transport.rank)
         stages = [PipelineStage(modules[k], k, 4, "cpu", group=transport) for k in own]
         run = Schedule.from_plan(plan, stages, loss_fn=_entropy)

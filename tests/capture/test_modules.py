@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.capture import find_ties, split_modules, tie
-from penstock.errors import CaptureError
+from penstock.capture import find_ties, pipeline, split_modules, tie
+from penstock.errors import CaptureError, UnverifiedSplit
 
 
 class Untraceable(nn.Module):
@@ -34,7 +34,7 @@ NAMES = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 def test_stages_in_order_are_the_model() -> None:
     model, ids = Untraceable(), torch.randint(0, 11, (3, 2))
-    stages = split_modules(model, NAMES, 3)
+    stages = split_modules(model, NAMES, 3, example=(ids,))
     value = ids
     for stage in stages:
         value = stage(value)
@@ -47,8 +47,51 @@ def test_stages_in_order_are_the_model() -> None:
 
 def test_a_submodule_may_be_called_in_another_way() -> None:
     model, x = nn.Sequential(nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)), torch.randn(2, 3, 4)
-    stages = split_modules(model, ["0", "1"], 2, calls={"0": lambda gru, x: gru(x)[0]})
+    with pytest.warns(UnverifiedSplit, match="not compared with the model"):
+        stages = split_modules(model, ["0", "1"], 2, calls={"0": lambda gru, x: gru(x)[0]})
     assert torch.equal(stages[1](stages[0](x)), model[1](model[0](x)[0]))
+
+
+class Residual(nn.Module):
+    """Adds what its children do not; branches on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(nn.functional.dropout(x, 0.1, self.training))
+        return self.norm(x if x.sum() < 1e9 else -x)  # type: ignore[no-any-return]
+
+
+def test_a_chain_that_is_not_the_model_is_neither_proposed_nor_made() -> None:
+    """The error of a failed capture proposed a call of split_modules that, pasted as printed, trained without the residuals."""
+    model, x = Residual(), torch.randn(3, 4)
+    names = ["layers.0", "layers.1", "layers.2", "norm"]
+    before, random = model.norm.running_mean.clone(), torch.get_rng_state()  # type: ignore[operator]
+    with pytest.raises(CaptureError, match=r"As they stand these are not the model: .* outputs differ"):
+        pipeline(model, (x,), num_stages=2)
+    with pytest.raises(
+        CaptureError, match=r"called in this order, are not the model: .* calls= how each one is called"
+    ):
+        split_modules(model, names, 2, example=(x,))
+    with pytest.warns(UnverifiedSplit, match="example="):
+        split_modules(model, names, 2)
+    with pytest.raises(CaptureError, match=r"example=\(x,\)"):
+        split_modules(model, names, 2, example=x)  # type: ignore[arg-type]
+    calls = {"layers.*": lambda layer, x: x + layer(nn.functional.dropout(x, 0.1, layer.training))}
+    stages = split_modules(model, names, 2, calls=calls, example=(x,))
+    assert torch.equal(model.norm.running_mean, before)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert len(stages) == 2
+
+
+def test_a_chain_that_is_the_model_is_proposed() -> None:
+    with pytest.raises(CaptureError) as caught:
+        pipeline(Untraceable(), (torch.zeros(2, 3, dtype=torch.long),), num_stages=2)
+    assert 'split_modules(model, ["embed", "layers.0"' in str(caught.value)
+    assert "not the model" not in str(caught.value)
 
 
 def test_what_cannot_be_right_is_refused() -> None:

@@ -91,7 +91,7 @@ def chain(transport: LocalTransport, schedule: str) -> tuple[penstock.Pipeline, 
     """Stages of a model with a shared parameter, cut by hand: no capture, so that many cuts can be tried."""
     ranks = transport.num_ranks
     placement = penstock.get_schedule(schedule)(ranks, 4).placement
-    modules = penstock.split_modules(make(Chain), list(Chain.PARTS), placement.num_stages)
+    modules = penstock.split_modules(make(Chain), list(Chain.PARTS), placement.num_stages, example=batch()[:1])
     here = placement.stages_of(transport.rank)
     stages = [penstock.PipelineStage(modules[k], k, placement.num_stages, "cpu", group=transport) for k in here]
     pipe = penstock.Pipeline(stages=stages, schedule=schedule, loss_fn=loss_fn, microbatches=4)

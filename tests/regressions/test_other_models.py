@@ -40,7 +40,8 @@ class Chain(nn.Module):
 
 def by_modules(model: Chain, transport: LocalTransport) -> penstock.PipelineStage:
     names = [f"layers.{number}" for number in range(len(model.layers))]
-    module = penstock.split_modules(model, names, 2)[transport.rank]
+    dtype = next(model.parameters()).dtype
+    module = penstock.split_modules(model, names, 2, example=(torch.ones(2, 4, dtype=dtype),))[transport.rank]
     return penstock.PipelineStage(module, transport.rank, 2, "cpu", group=transport)
 
 

@@ -7,8 +7,8 @@
              retrace (the same again in the other mode, or for other sizes)
     stage    stage_module (a stage as a module), stage_state (which parameters it holds), load_state (their values)
     pipe     pipe (the stages, each as one for a schedule, and what everybody may know), by_modules (stages without a trace)
-    cost     cost_cuts (where a model can be cut, and best), one_layer (run alone), layer_costs (what all of them cost),
-             capture_model (all of this: the functions `pipeline` and `profile`)
+    cost     graph_work (how much work a graph is), cost_cuts (where a model can be cut, and best), one_layer (run alone),
+             layer_costs (what all of them cost), capture_model (all of this: the functions `pipeline` and `profile`)
 
 A file uses those before it, and nobody outside needs more than this door.
 """

@@ -1,6 +1,6 @@
 """Stages without a trace: a model's submodules, called in order.
 
-    stages = split_modules(model, ["embed", "layers.0", "layers.1", "head"], 2)
+    stages = split_modules(model, ["embed", "layers.0", "layers.1", "head"], 2, example=(x,))
     stages[1](stages[0](x))
 
 For models that cannot be exported. Each submodule gets what the one before it returned (a tuple as several arguments).
@@ -8,19 +8,23 @@ For models that cannot be exported. Each submodule gets what the one before it r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.balance import LayerCost, Profile, balance
+from penstock.capture.export import has_no_data
 from penstock.capture.marks import pipe_split, submodule
 from penstock.capture.stage_state import owner_of
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, UnverifiedSplit
 from penstock.misfits import takes
-from penstock.nest import Value
+from penstock.nest import Value, map_tensors, tensors_in
+from penstock.stage.buffers import remember
 from penstock.stage.digest import model_digest
 
 Call = Callable[..., Value]  # (submodule, *what the one before returned) -> what the next one gets
@@ -76,9 +80,20 @@ class ListStage(nn.Module):
 
 @takes(CaptureError)
 def split_modules(
-    model: nn.Module, names: Sequence[str], num_stages: int, *, calls: Mapping[str, Call] | None = None
+    model: nn.Module,
+    names: Sequence[str],
+    num_stages: int,
+    *,
+    calls: Mapping[str, Call] | None = None,
+    example: tuple[Value, ...] | None = None,
 ) -> list[ListStage]:
     """Make stages from submodules that are called in the given order, about equal in parameters.
+
+        stages = split_modules(model, ["embed", "layers.0", "layers.1", "head"], 2, example=(tokens,))
+
+    With `example`, the arguments of one call of the model, the stages are run after one another and compared with the model: a
+    forward that does more than call these submodules in order (a residual of its own, say) is refused. Without it a warning
+    (`penstock.UnverifiedSplit`) says that nobody has looked.
 
     `calls` says how a submodule is called where that is not ``module(*previous)``:
     ``{"layers.0": lambda layer, x: layer(x)[0]}``; a key may be a pattern, ``"layers.*"``. The model is not changed,
@@ -103,7 +118,68 @@ def split_modules(
     for stage in stages:
         stage.ties, stage.cut_from = ties, digest
         stage.training = model.training
+    _verify(model, stages, example, sure=not ways and _is_chain(model, names))
     return stages
+
+
+def _is_chain(model: nn.Module, names: Sequence[str]) -> bool:
+    """Whether the model is nothing but its children in this order."""
+    return type(model).forward is nn.Sequential.forward and [name for name, _ in model.named_children()] == list(names)
+
+
+def _verify(model: nn.Module, stages: Sequence[nn.Module], example: tuple[Value, ...] | None, *, sure: bool) -> None:
+    if example is not None and not isinstance(example, tuple):
+        raise CaptureError(
+            f"example is a {type(example).__name__}; expected a tuple of the model's arguments: example=(x,)"
+        )
+    if example is None or any(map(has_no_data, (*model.parameters(), *model.buffers(), *tensors_in(example)))):
+        if not sure:
+            warnings.warn(
+                f"stages of {type(model).__name__}'s submodules were not compared with the model: if its forward does more than "
+                "call them in this order, they train another one. Write split_modules(..., example=(x,)), with values",
+                UnverifiedSplit,
+                stacklevel=4,
+            )
+        return
+    if wrong := difference(model, stages, example, {}):
+        raise CaptureError(
+            f"the submodules of {type(model).__name__}, called in this order, are not the model: {wrong}. Its forward does more "
+            "than call them; name larger submodules that contain all of it, or say with calls= how each one is called"
+        )
+
+
+def difference(
+    model: nn.Module, stages: Sequence[nn.Module], args: Sequence[Value], kwargs: Mapping[str, Value]
+) -> str:
+    """How the outputs of stages that are run after one another differ from those of the model, or "".
+
+    Arguments by name go to the first stage by their position. Buffers and random numbers are afterwards what they were.
+    """
+    rewind = remember(model, tensors_in((args, kwargs)))
+
+    def run(function: Callable[..., Value]) -> list[Tensor]:
+        own_args, own_kwargs = map_tensors(Tensor.clone, (tuple(args), dict(kwargs)))
+        try:
+            with torch.no_grad():
+                return list(tensors_in(function(*own_args, **own_kwargs)))
+        finally:
+            rewind()
+
+    def chain(*values: Value, **named: Value) -> Value:
+        given: Value = (*values, *(value for value in named.values() if isinstance(value, Tensor)))
+        for stage in stages:
+            given = stage(*(given if isinstance(given, tuple) else (given,)))
+        return given
+
+    want = run(model)
+    try:
+        torch.testing.assert_close(run(chain), want, equal_nan=True)
+    except AssertionError as error:
+        text = " ".join(str(error).split())
+        return f"with the example their outputs differ ({text})"
+    except Exception as error:  # noqa: BLE001  whatever a submodule raises that is given what the one before it returned
+        return f"with the example they raise {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return ""
 
 
 def even_cuts(weights: Sequence[float], num_stages: int) -> list[int]:

@@ -12,6 +12,7 @@ are alike are measured once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,17 @@ from torch import Tensor, fx, nn
 from penstock.balance import Profile
 from penstock.capture import cost_cuts
 from penstock.capture.arguments import InputTable, batch_dims, given_dims
+from penstock.capture.by_modules import difference, split_modules
 from penstock.capture.cutter import Cut
-from penstock.capture.export import Example, Traced, device_of, has_no_data, skeleton_of, without_values
+from penstock.capture.export import (
+    Example,
+    Traced,
+    device_of,
+    has_no_data,
+    skeleton_of,
+    with_second_way,
+    without_values,
+)
 from penstock.capture.layer_costs import profile_layers
 from penstock.capture.marks import Mark, SplitPoint, points_of
 from penstock.capture.one_layer import LayerSetting
@@ -31,9 +41,9 @@ from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_
 from penstock.capture.retrace import Retracer
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, named_state
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, UnverifiedSplit
 from penstock.misfits import takes
-from penstock.nest import Value, leaf_names, map_tensors
+from penstock.nest import Value, leaf_names, map_tensors, tensors_in
 from penstock.stage.digest import model_digest
 
 SplitPolicy = Callable[[fx.GraphModule], object]
@@ -123,8 +133,26 @@ def pipeline(
         return cost_cuts.cuts_at([tuple(places[boundary - 1]) for boundary in boundaries])(flat, count)
 
     chooser = choose_cuts or by_cost
-    cut = source.first(lambda flat: None if num_stages is None else chooser(flat, num_stages))
+    try:
+        cut = source.first(lambda flat: None if num_stages is None else chooser(flat, num_stages))
+    except CaptureError as error:
+        if not error.modules:
+            raise
+        raise with_second_way(error, _not_its_modules(module, error.modules, mb_args, mb_kwargs)) from error.__cause__
     return _assembled(source, cut, module, loss_spec=loss_spec, **facts)
+
+
+def _not_its_modules(model: nn.Module, names: Sequence[str], args: Sequence[Value], kwargs: Mapping[str, Value]) -> str:
+    """Why these submodules, called in order, are not the model; "" if they are, or if there are no values to try with."""
+    if any(map(has_no_data, (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))))):
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnverifiedSplit)
+            stages = split_modules(model, names, 1)
+        return difference(model, stages, args, kwargs)
+    except Exception as error:  # noqa: BLE001  the model itself may fail with the example
+        return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _assembled(

@@ -331,14 +331,28 @@ def _reason(error: BaseException) -> str:
 def _explained(model: nn.Module, error: Exception) -> CaptureError:
     where, text = _place_of(model, error), str(error).lower()
     change = next((what for signs, what in _CHANGES.items() if re.search(signs, text)), _ANY_CHANGE)
-    names = [f'"{name}"' for name in _names(model, "")]
-    return CaptureError(
+    explained = CaptureError(
         f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {_reason(error)}{where}\n"
         "Two ways out:\n"
-        f"  1. change {'that line' if where else 'the model'}: {change}, and capture again;\n"
-        "  2. build the stages from the model's modules, without a trace: "
-        f"penstock.split_modules(model, [{', '.join(names if len(names) <= 8 else [*names[:3], '...', names[-1]])}], num_stages)"
+        f"  1. change {'that line' if where else 'the model'}: {change}, and capture again;"
     )
+    explained.modules = tuple(_names(model, ""))
+    return explained
+
+
+def with_second_way(error: CaptureError, wrong: str) -> CaptureError:
+    """The error of a model that cannot be traced, with the way out that needs no trace.
+
+    `wrong` says why the model's modules, called in order, are not the model.
+    """
+    names = [f'"{name}"' for name in error.modules]
+    listed = ", ".join(names if len(names) <= 8 else [*names[:3], "...", names[-1]])
+    call = f"penstock.split_modules(model, [{listed}], num_stages, example=(x,))"
+    if wrong:
+        call += (
+            f". As they stand these are not the model: {wrong}. Say with calls= how each is called, or name larger ones"
+        )
+    return CaptureError(f"{error}\n  2. build the stages from the model's modules, without a trace: {call}")
 
 
 def _place_of(model: nn.Module, error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from penstock.capture.cutter import Cut, Cutter, StagePiece, module_path
-from penstock.capture.export import Example, FromConstant, Traced, trace
+from penstock.capture.export import Example, FromConstant, Traced, trace, with_second_way
 from penstock.capture.flat import flatten, is_size
 from penstock.capture.marks import Mark, Points
 from penstock.capture.place import EVERYWHERE, Placed, place
@@ -77,7 +77,11 @@ class Retracer:
 
     def piece(self, stage: int, key: Key) -> StagePiece:
         if key not in self.cuts:
-            self.cuts[key] = self._checked(self._cut(key), key)
+            try:
+                cut = self._cut(key)
+            except CaptureError as error:
+                raise with_second_way(error, "") if error.modules else error from error.__cause__
+            self.cuts[key] = self._checked(cut, key)
         return self.cuts[key].pieces[stage]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Retracer:
