@@ -1,0 +1,90 @@
+"""Defects that are known and not mended yet: cases that would only find them again are left out, unless `--known` is given.
+
+One entry a defect, with its reason. An entry goes when its defect is mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.fuzz.cases import Case
+
+Predicate = Callable[[Case], bool]
+
+
+def _again(case: Case) -> bool:
+    """Whether a forward is run a second time."""
+    return (
+        "recompute" in case.options or "memory_limit" in case.options or any(a.get("recompute") for a in case.actions)
+    )
+
+
+def _splits(case: Case) -> bool:
+    """Whether a backward is made in two parts, or may be."""
+    whole = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "gis")
+    names = [case.schedule, *(a["schedule"] for a in case.actions if "schedule" in a)]
+    names += [a["to"]["schedule"] for a in case.actions if a.get("to", {}).get("schedule")]
+    return any(name not in whole for name in names)
+
+
+def _tp(case: Case) -> bool:
+    return int(case.mesh.get("tp", 1)) > 1
+
+
+def _even(case: Case) -> bool:
+    """Whether each microbatch's share of a batch is a power of two."""
+    power = case.microbatches & (case.microbatches - 1) == 0
+    return power and all(a["rows"] % case.microbatches == 0 for a in case.actions if "rows" in a)
+
+
+KNOWN: dict[str, Predicate] = {
+    # A weight that is tied and tensor parallel: gradients are exchanged as if they were placed like the parameter.
+    "ties under tensor parallelism": lambda case: _tp(case) and bool(case.ties),
+    # What an unsynced step left in the gradient of a tied weight is never averaged.
+    "no_sync with ties": lambda case: bool(case.ties) and case.does("unsynced"),
+    # The rerun inside of a checkpoint gets detached tensors from offloading, and defers nothing.
+    "offload of a checkpointed block under a split backward": lambda case: (
+        "checkpoint" in case.traits and "offload" in case.options and _splits(case)
+    ),
+    # An output with other strides becomes contiguous on its way, so the next stage draws another mask.
+    "random numbers after other strides": lambda case: (
+        "rng" in case.options and bool(case.traits & {"strides"}) and "random" in case.traits
+    ),
+    # Microbatches weigh by their rows where they should by their labels.
+    "padded cross entropy": lambda case: case.loss == "padded",
+    # Factor times share is rounded to float32.
+    "GradScaler in float64": lambda case: bool(case.options.get("loss_scale")) and not _even(case),
+    # A stage without anything to train is left unsharded, the other holder's is not.
+    "frozen tied weight under FSDP": lambda case: (
+        bool(case.ties) and bool(case.frozen) and case.mesh.get("kind") == "fsdp"
+    ),
+    # Sizes that depend on data are None where cuts are weighed.
+    "capture of routed experts": lambda case: case.captured and "routed" in case.traits,
+    # A conjugated output of a compiled stage.
+    "complex numbers in compiled stages": lambda case: "complex" in case.traits and "compile" in case.options,
+    # The parametrisation's buffers are written by evaluate when its parts are in two stages.
+    "spectral norm that is captured": lambda case: case.captured and "spectral" in case.traits,
+    # Functions of torch.func meet the hooks that move saved tensors.
+    "torch.func with offload": lambda case: "func" in case.traits and "offload" in case.options,
+    # The profile runs a forward again, and its sparse gradient cannot be measured.
+    "sparse embedding with recompute": lambda case: "sparse" in case.traits and _again(case),
+    # A hook that sets a number counts as looking on and is skipped in the second forward.
+    "hooks that note a number under recompute": lambda case: "notes" in case.traits and _again(case),
+    # State that is no buffer is touched again by a second forward.
+    "state that is no buffer in a second forward": lambda case: (
+        "python" in case.traits and (_again(case) or _splits(case))
+    ),
+    # A weight that is used outside its layer in some microbatches: hooks fire more often under a split backward.
+    "hooks of a weight used outside its layer": lambda case: (
+        bool(case.traits & {"outside"}) and "count_hooks" in case.options and _splits(case)
+    ),
+    # A first batch with one row a microbatch is captured anew, and saves other tensors the second time.
+    "one row a microbatch under recompute": lambda case: (
+        _again(case) and any(a["rows"] < 2 * case.microbatches for a in case.actions if "rows" in a)
+    ),
+}
+
+
+def known(case: Case) -> str | None:
+    """The name of a known defect that this case may run into."""
+    return next((name for name, predicate in KNOWN.items() if predicate(case)), None)
