@@ -25,7 +25,7 @@ PYODIDE := $(VENV)/pyodide/node_modules/pyodide
 QUICK := $(addprefix tests/,plan schedules simulate lower show balance search batch run front stage faults regressions checkpoint comm cli \
 	test_imports.py test_structure.py test_ops.py test_nest.py)
 
-.PHONY: help train test quick lint types format soak bench coverage docs dist browser compiler pyodide others clean
+.PHONY: help train test quick lint types format soak fuzz bench coverage docs dist browser compiler pyodide others clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ format: $(READY) ## let ruff sort and format
 
 soak: $(READY) ## random faults and recoveries for SECONDS=60 from SEED=0; prints what it did, and how to do a failure again
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.soak --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0)
+
+fuzz: $(READY) ## random models, schedules and options against a plain loop for SECONDS=60 from SEED=0; findings become scripts in build/fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),60) --seed $(or $(SEED),0) $(ARGS)
 
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     given = arguments()
     pool = GlooPool()
-    fuzz = Fuzz(runner(pool), with_known=given.known, long=given.long, folder=given.folder)
+    fuzz = Fuzz(runner(pool), with_known=given.known, size="long" if given.long else "usual", folder=given.folder)
     began = time.monotonic()
     try:
         if given.case is not None:

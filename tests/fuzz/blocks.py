@@ -12,6 +12,7 @@ A kind is named as its class in small letters. Its traits say what a case must h
 - "state": changes buffers; "python": keeps state that is no buffer; "generator": draws random numbers of its own;
 - "data": branches on values, "tensor hook": hooks into tensors, so that it cannot be captured;
 - "some": some parameters take part in some microbatches only; "unused": some never do; "sparse": sparse gradients;
+- "in place": writes to the output of a linear layer;
 - "wide": saves more than offloading leaves alone; "half": computes in a smaller type; "slow": takes long to build;
 - "reads": takes `scale`, a second argument of the model.
 """
@@ -245,7 +246,7 @@ class Head(nn.Module):
 # -- shapes, views, writes in place
 
 
-@block()
+@block("in place")
 class Inplace(WithLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -254,7 +255,7 @@ class Inplace(WithLinear):
         return y.relu_() + x
 
 
-@block()
+@block("in place")
 class Inplaceinput(WithLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x * 1.0)
@@ -528,7 +529,7 @@ class Conjugate(WithLinear):
         return torch.view_as_real(turned.conj().resolve_conj() * turned.exp()).flatten(-2).tanh()
 
 
-@block()
+@block("batch")
 class Detached(WithLinear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

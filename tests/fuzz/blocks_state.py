@@ -191,7 +191,7 @@ def _scaled_back(module: nn.Module, given: Any, out: Any) -> Any:
     return tuple(None if grad is None else grad * 0.75 for grad in given)
 
 
-@block("hooks")
+@block("hooks", "parameter hook")
 class Parameterhook(WithLinear):
     """A hook on a parameter, which changes its gradient."""
 

@@ -26,7 +26,7 @@ class Fuzz:
 
     run: Run
     with_known: bool = False
-    long: bool = False
+    size: str = "usual"  # of the cases, as `generate` has it
     folder: Path | None = None  # where findings go, as scripts
     say: Callable[[str], object] = print
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -36,7 +36,7 @@ class Fuzz:
 
     def seed(self, seed: int, *, only: str | None = None) -> None:
         """Generate a case and run it, unless it would find again what is known."""
-        case = generate(seed, only=only, long=self.long)
+        case = generate(seed, only=only, size=self.size)
         defect = None if self.with_known else known(case)
         if defect is not None:
             self.left_out[defect] += 1

@@ -20,16 +20,21 @@ THREADS = {"hand": 10, "captured": 5, "compiled": 1}  # how often each comes
 PROCESSES = {"replicas": 3, "tensor": 2}
 RUNS = (*THREADS, *PROCESSES)
 RECIPES = {recipe.name: recipe for recipe in all_schedules() if recipe.name != "forward"}
+SMALL = 5  # blocks
 UNTRACED = {"python", "data", "tensor hook", "generator", "differentiates"}
 BY_ROWS = {"batch", "state", "random", "half", "batch sizes", "python", "data", "some", "routed"}
 
 
-def generate(seed: int, *, only: str | None = None, long: bool = False) -> Case:
-    """The case of a number. `long`: with what takes too long for a minute, such as inductor."""
-    dice = Random(f"{seed} {only} {long}")
+def generate(seed: int, *, only: str | None = None, size: str = "usual") -> Case:
+    """The case of a number. `size`: "small", "usual", or "long" with what takes too long for a minute, such as inductor."""
+    dice = Random(f"{seed} {only} {size}")
     run = only or dice.choices(list(THREADS), list(THREADS.values()))[0]
-    case = _spread(dice, Case(seed=seed % 100_000, captured=run in ("captured", "compiled")), run)
-    case = _options(dice, case, run, long=long)
+    case = Case(seed=seed % 100_000, captured=run in ("captured", "compiled"))
+    for _ in range(50):
+        found = _spread(dice, case, run)
+        if size != "small" or len(found.blocks) <= SMALL:
+            break
+    case = _options(dice, found, run, long=size == "long")
     case = _model(dice, case, run)
     return replace(case, actions=_actions(dice, case, run))
 
@@ -161,7 +166,10 @@ def _model(dice: Random, case: Case, run: str) -> Case:
         blocks[0] = dice.choice([kind for kind in kinds if "tokens" in KINDS[kind].traits])
     loss = "mse"
     if len(blocks) > 1 and dice.random() < (0.7 if tokens else 0.15):
-        blocks[-1], loss = "head", dice.choice(("cross", "cross", "own", "chunked", "padded"))
+        blocks[-1], loss = (
+            "head",
+            dice.choice(("cross", "cross", "cross", "own", "own", "chunked", "chunked", "padded")),
+        )
     elif dice.random() < 0.1 and run not in PROCESSES and "group_rows" not in case.options:
         loss = "sum"
     if loss in ("padded", "own", "chunked") and (run in PROCESSES or case.options.keys() & {"group_rows"}):
@@ -173,7 +181,7 @@ def _model(dice: Random, case: Case, run: str) -> Case:
         case = replace(case, optimizer="backward" if case.optimizer == "backward" else "sgd")
         if case.options.get("loss_scale"):
             case = replace(case, options={k: v for k, v in case.options.items() if k != "loss_scale"})
-    case = replace(case, skips=_skips(dice, case) if run != "tensor" or case.captured else ())
+    case = replace(case, skips=_skips(dice, case))
     return _shared_and_frozen(dice, case)
 
 
@@ -190,10 +198,17 @@ def _allowed(case: Case, run: str) -> list[str]:
         without |= {"some", "routed"}
     if run in PROCESSES:  # each replica has its own state, which the loop has not
         without |= {"state", "batch", "python", "generator", "some", "unused", "routed", "slow", "sparse", "random"}
-        without |= {"complex"} if case.mesh["kind"] != "ddp" else set()
+        without |= (
+            {"complex", "parameter hook"} if case.mesh["kind"] != "ddp" else set()
+        )  # fully_shard makes other parameters
         without |= {"half"} if case.mesh["kind"] == "fsdp_mixed" else set()
     if case.mesh.get("tp", 1) > 1:
-        return ["linear", "mlp", "layernorm", "gated", "embed", "head", "plain", "attention"]
+        shared = ["linear", "mlp", "layernorm", "embed", "head", "plain", "scalar"]
+        return (
+            [*shared, "gated", "attention"]
+            if case.captured
+            else [*shared, "gru", "experts", "inplace", "custom", "wide"]
+        )
     return [name for name, kind in KINDS.items() if not kind.traits & without]
 
 

@@ -80,9 +80,23 @@ KNOWN: dict[str, Predicate] = {
     ),
     # A first batch with one row a microbatch is captured anew, and saves other tensors the second time.
     "one row a microbatch under recompute": lambda case: (
-        _again(case) and any(a["rows"] < 2 * case.microbatches for a in case.actions if "rows" in a)
+        case.captured and _again(case) and any(a["rows"] < 2 * case.microbatches for a in case.actions if "rows" in a)
+    ),
+    # A load leaves state in the optimizer which it did not have when the checkpoint was saved.
+    "load of a checkpoint from before the first step of the optimizer": lambda case: (
+        case.optimizer in ("adam", "momentum") and _loads_before_first_update(case)
+    ),
+    # Where weight work is put off, the output of a linear layer is a view of a function of penstock's.
+    "writes in place to a linear layer's output, offloaded, under a split backward": lambda case: (
+        "in place" in case.traits and "offload" in case.options and _splits(case)
     ),
 }
+
+
+def _loads_before_first_update(case: Case) -> bool:
+    names = [action["do"] for action in case.actions]
+    saves = [place for place, name in enumerate(names) if name == "save"]
+    return bool(saves) and "load" in names and "optimize" not in names[: saves[0]]
 
 
 def known(case: Case) -> str | None:

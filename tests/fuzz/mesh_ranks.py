@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from tests.fuzz.cases import Case
-from tests.fuzz.models import LOSSES, make_model, make_part, ties_of
+from tests.fuzz.models import LOSSES, Part, make_model, make_part, ties_of
 from tests.fuzz.oracle import Left
 from tests.fuzz.ranks import Rank, plan_of
 
@@ -30,8 +30,8 @@ def wrapped(module: nn.Module, mesh: Any, kind: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
+    if kind == "replicate" and not any(parameter.requires_grad for parameter in module.parameters()):
+        return module  # which it would refuse
     if kind == "replicate":
         from torch.distributed._composable.replicate import replicate
 
@@ -47,8 +47,26 @@ def wrapped(module: nn.Module, mesh: Any, kind: str) -> nn.Module:
     return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
 
 
-def parallelize(module: nn.Module, mesh: Any) -> None:
-    penstock.shard_parameters(module, mesh["tp"], SHARDED)
+def parallelize(module: nn.Module, mesh: Any) -> nn.Module | None:
+    """Parameters of a captured stage by their names; layers of one made by hand as torch does it."""
+    if not isinstance(module, Part):
+        penstock.shard_parameters(module, mesh["tp"], SHARDED)
+        return None
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "up":
+            styles[name] = ColwiseParallel()
+        elif last == "down":
+            styles[name] = RowwiseParallel()
+        elif last == "linear":
+            styles[name] = ColwiseParallel(output_layouts=Replicate())
+        elif isinstance(layer, nn.Embedding):
+            styles[name] = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(module, mesh["tp"], styles)
 
 
 class MeshRank(Rank):

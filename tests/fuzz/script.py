@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def script(case: Case, title: str, *, name: str = "script.py") -> str:
     """The text of a program that runs the case and ends with 1 if it still fails."""
     folder = Path(__file__).parent
-    files = (*FILES, "run_processes.py" if case.mesh else "run_threads.py")
+    files = (*FILES, *(("mesh_ranks.py", "run_processes.py") if case.mesh else ("run_threads.py",)))
     imports: dict[str, None] = {}
     bodies = []
     for file in files:

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 import penstock
 
 RIGHT, REFUSED, WRONG, ERROR, INVALID, HUNG = "right", "refused", "wrong", "error", "invalid", "hung"
+OTHERS = "error of another"  # a rank that only heard of it
 FINDINGS = (WRONG, ERROR, HUNG)
 
 # Errors of penstock's that a step may end in, as the docs say; those while a pipeline is built all count as refusals.
 ANNOUNCED = (r"a batch with fewer rows than microbatches|fewer rows than",)
+
+# What torch cannot do with DTensors, with or without penstock.
+OF_TORCH = (
+    r"Cannot (flatten|unflatten|view) unevenly sharded tensor|Operator .* does not have a sharding strategy",
+    r"got mixed torch.Tensor and DTensor|Sharding propagation failed",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ def of_error(error: BaseException, *, built: bool) -> Verdict:
     own = isinstance(error, penstock.PenstockError) and not isinstance(error, penstock.PeerFailed)
     if own and (not built or any(re.search(pattern, text) for pattern in ANNOUNCED)):
         return Verdict(REFUSED, shortened(text), details)
+    if any(re.search(pattern, text) for pattern in OF_TORCH):
+        return Verdict(REFUSED, shortened(f"by torch: {text}"), details)
     return Verdict(ERROR, shortened(text), details)
 
 
