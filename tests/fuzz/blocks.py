@@ -345,7 +345,7 @@ class Twice(WithLinear):
         return torch.tanh(self.linear(y)) + y @ self.linear.weight
 
 
-@block()
+@block("scalar")
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -27,6 +27,7 @@ class Fuzz:
     run: Run
     with_known: bool = False
     size: str = "usual"  # of the cases, as `generate` has it
+    seconds: float = 90.0  # for making one finding smaller
     folder: Path | None = None  # where findings go, as scripts
     say: Callable[[str], object] = print
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -51,7 +52,7 @@ class Fuzz:
         if verdict.is_finding:
             self.finding(case, verdict, name)
 
-    def finding(self, case: Case, verdict: Verdict, name: str, *, seconds: float = 90.0) -> None:
+    def finding(self, case: Case, verdict: Verdict, name: str) -> None:
         """Make it smaller, and write it down as a script; the same reason is written down three times at most."""
         key = f"{verdict.kind}: {verdict.reason}"
         if self.reasons[key] > 3:
@@ -66,7 +67,7 @@ class Fuzz:
                 return True
             return False
 
-        shrink(case, fails, seconds=seconds)
+        shrink(case, fails, seconds=self.seconds)
         case, verdict = found[-1]
         self.findings.append((case, verdict))
         self.say(f"made smaller: {case.dumps()}\n{verdict.details}")

@@ -199,7 +199,7 @@ def _allowed(case: Case, run: str) -> list[str]:
     if run in PROCESSES:  # each replica has its own state, which the loop has not
         without |= {"state", "batch", "python", "generator", "some", "unused", "routed", "slow", "sparse", "random"}
         without |= (
-            {"complex", "parameter hook"} if case.mesh["kind"] != "ddp" else set()
+            {"complex", "parameter hook", "scalar"} if case.mesh["kind"] != "ddp" else set()
         )  # fully_shard makes other parameters
         without |= {"half"} if case.mesh["kind"] == "fsdp_mixed" else set()
     if case.mesh.get("tp", 1) > 1:

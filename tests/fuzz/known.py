@@ -6,6 +6,7 @@ One entry a defect, with its reason. An entry goes when its defect is mended.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from tests.fuzz.cases import Case
 
@@ -86,6 +87,18 @@ KNOWN: dict[str, Predicate] = {
     "load of a checkpoint from before the first step of the optimizer": lambda case: (
         case.optimizer in ("adam", "momentum") and _loads_before_first_update(case)
     ),
+    # What fully_shard gathers is moved away with what a forward saved, and cannot be freed then.
+    "offload of captured stages under FSDP": lambda case: (
+        case.captured and "offload" in case.options and case.mesh.get("kind") == "fsdp"
+    ),
+    # A captured stage without parameters does not know on which mesh to put a DTensor that arrives.
+    "captured stage without parameters under tensor parallelism": lambda case: (
+        case.captured and _tp(case) and any(set(case.blocks[a:b]) <= {"plain"} for a, b in case.bounds)
+    ),
+    # What a row-wise layer gives is still being summed up when its memory is handed to the line.
+    "stage by hand that ends with a row-wise layer": lambda case: (
+        not case.captured and _tp(case) and any(case.blocks[cut - 1] == "wide" for cut in case.cuts)
+    ),
     # Where weight work is put off, the output of a linear layer is a view of a function of penstock's.
     "writes in place to a linear layer's output, offloaded, under a split backward": lambda case: (
         "in place" in case.traits and "offload" in case.options and _splits(case)
@@ -94,9 +107,13 @@ KNOWN: dict[str, Predicate] = {
 
 
 def _loads_before_first_update(case: Case) -> bool:
+    """Whether a parameter may have no state in the optimizer when it is saved, and has some when that is loaded."""
     names = [action["do"] for action in case.actions]
-    saves = [place for place, name in enumerate(names) if name == "save"]
-    return bool(saves) and "load" in names and "optimize" not in names[: saves[0]]
+    if "save" not in names or "load" not in names:
+        return False
+    before = names[: names.index("save")]
+    updates = [pair for pair in pairwise(before) if pair in (("train", "optimize"), ("clip", "optimize"))]
+    return not updates or "some" in case.traits
 
 
 def known(case: Case) -> str | None:

@@ -45,7 +45,7 @@ class Model(nn.Module):
                 if user == index:
                     x = x + 0.5 * kept[source]
             if index == last and self.loss == "chunked":
-                return penstock.chunked_loss(x, labels, block, rows=3)
+                return penstock.chunked_loss(x, labels, block.linear, rows=3)  # one operator, which a capture keeps
             x = block(x, scale) if self.reads[index] else block(x)
             if any(source == index for source, _ in self.skips):
                 kept[index] = x * 1.0
@@ -76,7 +76,7 @@ class Part(nn.Module):
                 if user == index:
                     x = x + 0.5 * kept[source]
             if self.is_last and index == self.stop - 1 and self.loss == "chunked":
-                return penstock.chunked_loss(x, labels, block, rows=3)
+                return penstock.chunked_loss(x, labels, block, rows=3)  # slice by slice: penstock sees any module
             x = block(x, scale) if self.reads[index] else block(x)
             if any(source == index for source, _ in self.skips):
                 kept[index] = x * 1.0

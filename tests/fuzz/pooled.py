@@ -12,6 +12,7 @@ from tests.fuzz.verdict import HUNG, Verdict
 from tests.gloo_pool import GlooPool
 
 TIMEOUT = 120.0  # seconds for one case
+FRESH = 40  # cases after which new processes are started: groups that are gone leave descriptors open
 
 
 def threads_in_worker(text: str) -> tuple[str, str, str]:
@@ -23,7 +24,13 @@ def threads_in_worker(text: str) -> tuple[str, str, str]:
 def runner(pool: GlooPool) -> Callable[[Case], Verdict]:
     """Each case in a process of its own, or, with a mesh, in as many as it has ranks."""
 
+    count = 0
+
     def run(case: Case) -> Verdict:
+        nonlocal count
+        count += bool(case.mesh)
+        if case.mesh and count % FRESH == 0:
+            pool.close()
         if case.mesh:
             return run_processes(case, pool.outcomes)
         (outcome,) = pool.outcomes(1, threads_in_worker, case.dumps(), timeout=TIMEOUT)

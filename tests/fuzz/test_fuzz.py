@@ -25,20 +25,20 @@ def quiet(text: str) -> None:
 
 @pytest.mark.parametrize("first", [0, 100, 200, 300])
 def test_stages_made_by_hand(first: int) -> None:
-    play(Fuzz(run_threads, say=quiet), range(first, first + 30), "hand")
+    play(Fuzz(run_threads, say=quiet, seconds=30.0), range(first, first + 30), "hand")
 
 
 @pytest.mark.parametrize("first", [0, 100, 200, 300])
 def test_captured_models(first: int) -> None:
-    play(Fuzz(run_threads, say=quiet, size="small"), range(first, first + 4), "captured")
+    play(Fuzz(run_threads, say=quiet, seconds=30.0, size="small"), range(first, first + 4), "captured")
 
 
 def test_compiled_stages() -> None:
-    play(Fuzz(run_threads, say=quiet, size="small"), range(3), "compiled")
+    play(Fuzz(run_threads, say=quiet, seconds=30.0, size="small"), range(3), "compiled")
 
 
 @pytest.mark.processes
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("only", ["replicas", "tensor"])
 def test_meshes(gloo_pool: GlooPool, only: str) -> None:
-    play(Fuzz(runner(gloo_pool), say=quiet, size="small"), range(5), only)
+    play(Fuzz(runner(gloo_pool), say=quiet, seconds=30.0, size="small"), range(5), only)

@@ -34,7 +34,7 @@ def test_a_case_follows_from_its_seed_and_survives_as_text() -> None:
 def test_everything_is_drawn_and_not_all_of_it_left_out() -> None:
     """Each kind of block, schedule, option, action and wrapper is in cases that are run without --known."""
     run = [case for case in SOME if known(case) is None]
-    assert len(run) > len(SOME) / 2
+    assert len(run) > 0.4 * len(SOME)
     assert len(KINDS) >= 40
     assert {kind for case in run for kind in case.blocks} == set(KINDS)
     names = {recipe.name for recipe in all_schedules() if recipe.name != "forward"}
