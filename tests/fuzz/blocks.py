@@ -12,7 +12,7 @@ A kind is named as its class in small letters. Its traits say what a case must h
 - "state": changes buffers; "python": keeps state that is no buffer; "generator": draws random numbers of its own;
 - "data": branches on values, "tensor hook": hooks into tensors, so that it cannot be captured;
 - "some": some parameters take part in some microbatches only; "unused": some never do; "sparse": sparse gradients;
-- "in place": writes to the output of a linear layer;
+- "strides": gives what is not contiguous; "in place": writes to the output of a linear layer;
 - "wide": saves more than offloading leaves alone; "half": computes in a smaller type; "slow": takes long to build;
 - "reads": takes `scale`, a second argument of the model.
 """
@@ -111,7 +111,7 @@ class Rmsnorm(WithLinear):
         return x + self.linear(self.norm(x))
 
 
-@block()
+@block("strides")
 class Groupnorm(WithLinear):
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Groupnorm(WithLinear):
         return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
 
 
-@block("batch", "state")
+@block("batch", "state", "strides")
 class Batchnorm(WithLinear):
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Batchnorm(WithLinear):
         return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
 
 
-@block("state")
+@block("strides")
 class Instancenorm(WithLinear):
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         return self.layer(x)
 
 
-@block()
+@block("strides")
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Inplaceinput(WithLinear):
         return y.add_(x).clamp_(-2.0, 2.0)
 
 
-@block()
+@block("strides")
 class Views(nn.Module):
     def __init__(self) -> None:
         super().__init__()

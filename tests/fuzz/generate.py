@@ -203,12 +203,8 @@ def _allowed(case: Case, run: str) -> list[str]:
         )  # fully_shard makes other parameters
         without |= {"half"} if case.mesh["kind"] == "fsdp_mixed" else set()
     if case.mesh.get("tp", 1) > 1:
-        shared = ["linear", "mlp", "layernorm", "embed", "head", "plain", "scalar"]
-        return (
-            [*shared, "gated", "attention"]
-            if case.captured
-            else [*shared, "gru", "experts", "inplace", "custom", "wide"]
-        )
+        shared = ["linear", "mlp", "layernorm", "embed", "head", "plain"]
+        return [*shared, *(("gated", "attention") if case.captured else ("gru", "experts", "custom", "wide"))]
     return [name for name, kind in KINDS.items() if not kind.traits & without]
 
 

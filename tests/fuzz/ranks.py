@@ -85,7 +85,8 @@ class Rank:
         return penstock.Pipeline(stages=stages, schedule=plan, loss_fn=LOSSES[case.loss], ties=ties, **options)
 
     def capture(self, case: Case, options: dict[str, Any]) -> penstock.Pipeline:
-        batch = self.batch(next(action for action in case.actions if action["do"] == "train"), 0)
+        first = next(action for action in case.actions if action["do"] == "train")
+        batch = self.batch({**first, "rows": max(2, first["rows"])}, 0)  # one row would stay one row
         if case.marked:
             options["split_spec"] = {f"blocks.{cut}": penstock.SplitPoint.BEGINNING for cut in case.cuts}
         elif case.schedule not in ("auto", "search"):
