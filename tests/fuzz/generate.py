@@ -196,6 +196,8 @@ def _allowed(case: Case, run: str) -> list[str]:
         without |= BY_ROWS
     if case.optimizer == "backward":
         without |= {"some", "routed"}
+    if case.options.get("loss_scale"):
+        without |= {"complex"}  # which torch's scaler does not know
     if run in PROCESSES:  # each replica has its own state, which the loop has not
         without |= {"state", "batch", "python", "generator", "some", "unused", "routed", "slow", "sparse", "random"}
         without |= (

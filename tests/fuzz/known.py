@@ -101,6 +101,10 @@ KNOWN: dict[str, Predicate] = {
     "stage by hand that ends with a row-wise layer": lambda case: (
         not case.captured and _tp(case) and any(case.blocks[cut - 1] in ("wide", "embed") for cut in case.cuts)
     ),
+    # The gradients of a captured model whose output is left sharded over its columns are twice what they should be.
+    "captured output that is sharded by columns": lambda case: (
+        case.captured and _tp(case) and case.blocks[-1] in ("linear", "layernorm", "head")
+    ),
     # Where weight work is put off, the output of a linear layer is a view of a function of penstock's.
     "writes in place to a linear layer's output, offloaded, under a split backward": lambda case: (
         "in place" in case.traits and "offload" in case.options and _splits(case)

@@ -21,7 +21,7 @@ from tests.fuzz.script import script
 from tests.fuzz.shrink import shrink
 from tests.fuzz.verdict import RIGHT, WRONG, Verdict
 
-SOME = [generate(seed, only=only) for only in (*THREADS, *PROCESSES) for seed in range(400)]
+SOME = [generate(seed, only=only) for only in (*THREADS, *PROCESSES) for seed in range(800)]
 
 
 def test_a_case_follows_from_its_seed_and_survives_as_text() -> None:
@@ -124,7 +124,7 @@ def test_shrinking_leaves_out_all_that_does_not_matter() -> None:
 
 def test_too_many_refusals_are_told() -> None:
     fuzz = Fuzz(lambda case: Verdict("refused" if case.captured else RIGHT, "why"), say=lambda text: None)
-    for case in SOME[:40] + SOME[400:440]:
+    for case in SOME[:40] + SOME[800:840]:
         fuzz.case(case, name="")
     assert fuzz.refused == 0.5
     assert "refused: why" in fuzz.table(0.0)
