@@ -206,7 +206,7 @@ def _allowed(case: Case, run: str) -> list[str]:
         without |= {"half"} if case.mesh["kind"] == "fsdp_mixed" else set()
     if case.mesh.get("tp", 1) > 1:
         shared = ["linear", "mlp", "layernorm", "embed", "head", "plain"]
-        return [*shared, *(("gated", "attention") if case.captured else ("gru", "experts", "custom", "wide"))]
+        return [*shared, *(("gated",) if case.captured else ("gru", "experts", "custom", "wide"))]
     return [name for name, kind in KINDS.items() if not kind.traits & without]
 
 
