@@ -75,7 +75,7 @@ KNOWN: dict[str, Predicate] = {
     "hooks that note a number under recompute": lambda case: "notes" in case.traits and _again(case),
     # State that is no buffer is touched again by a second forward.
     "state that is no buffer in a second forward": lambda case: (
-        "python" in case.traits and (_again(case) or _splits(case))
+        "python" in case.traits and (_again(case) or "compiled" in case.traits or _splits(case))
     ),
     # A weight that is used outside its layer in some microbatches: hooks fire more often under a split backward.
     "hooks of a weight used outside its layer": lambda case: (
