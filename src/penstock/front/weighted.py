@@ -12,9 +12,11 @@ from penstock.errors import RunError
 from penstock.front.loss_weights import LossWeights, Shares
 from penstock.front.norm import precise_on
 from penstock.nest import Value, map_tensors
+from penstock.run.checksums import Comparison
 from penstock.run.feed import Feed
 from penstock.run.inputs import Given, StepInputs
-from penstock.run.runner import Outcome
+from penstock.run.program import Program
+from penstock.run.runner import Outcome, Prepared
 from penstock.run.schedule import Schedule
 from penstock.stage.dtensors import whole_tensor
 
@@ -28,6 +30,18 @@ class WeightedSchedule(Schedule):
     problem: Exception | None = None  # what is wrong with this rank's batch: told to the other ranks in the step
     _shares: Shares | None = None
     _copies: torch.Stream | None = None  # for copies of the batch to the device
+    _comparison: Comparison | None = None  # of what the ranks are given
+
+    def _prepare(self, program: Program, given: Given) -> Prepared:
+        prepared = super()._prepare(program, given)
+        if self._comparison is None:
+            self._comparison = Comparison(everything=self.stages[0].routes is not None)
+        if self._transport.num_ranks > 1:
+            step, train = self._transport.epoch + 1, program.setting.grad
+            prepared.checksums = self._comparison.checksums(
+                given.args, given.kwargs, given.target, step=step, train=train
+            )
+        return prepared
 
     def _cut(self, given: Given, *, train: bool) -> StepInputs:
         problem, self.problem = self.problem, None

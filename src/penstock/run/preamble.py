@@ -2,8 +2,9 @@
 
 The *preamble* goes down the ranks in the order of the stages, ahead of the first activation: the number of the step, its
 mode, its signature, whether it is cold. So ranks that are about to do different things find out before the first
-activation is sent. The *verdict* is a sum up and down a tree after the last action: a step succeeds on all ranks or on none,
-so no rank steps its optimizer on gradients that another rank does not have.
+activation is sent. In some steps checksums of what the ranks were given come after it (`penstock.run.checksums`). The
+*verdict* is a sum up and down a tree after the last action: a step succeeds on all ranks or on none, so no rank steps its
+optimizer on gradients that another rank does not have.
 
 Note "Ctrl-C". A wait of the backend cannot be broken off: Python hears of Ctrl-C when the wait is over and its message is
 there. So both exchanges are carried to their end, and KeyboardInterrupt comes after them.
@@ -12,14 +13,16 @@ there. So both exchanges are carried to their end, and KeyboardInterrupt comes a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import product
 
 import torch
 
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TransportError
 from penstock.plan import Placement
+from penstock.run.checksums import MOST, Known, from_numbers, to_numbers
 
 FAILED = -1  # in place of a signature: the first stage's rank failed before it knew one
 UNKNOWN = -1  # in place of a number of rows: nothing was given here, or no rule says where its rows are
@@ -62,6 +65,7 @@ class Preamble:
     num_microbatches: int
     rows: int = UNKNOWN  # of the model's arguments
     target_rows: int = UNKNOWN
+    checksums: int = 0  # how many of what ranks were given come after it
 
     @property
     def failed(self) -> bool:
@@ -85,10 +89,26 @@ class Preambles:
         self.send = {child: control.sender(child) for child, parent in enumerate(parents) if parent == transport.rank}
         self.wait = control.waiter()
 
-    def hear(self) -> tuple[Preamble | None, BaseException | None]:
-        """What the parent tells, None if it cannot be reached; and what went wrong."""
+    def hear(self) -> tuple[Preamble | None, Known, BaseException | None]:
+        """What the parent tells, None if it cannot be reached; checksums of ranks before this one; and what went wrong."""
+        numbers, problem = self._received(len(fields(Preamble)))
+        if numbers is None:
+            return None, {}, problem
+        preamble, known = Preamble(*numbers), None
+        if not preamble.checksums:
+            return preamble, {}, problem
+        if 0 < preamble.checksums <= MOST:
+            known, later = self._received(3 * preamble.checksums)
+            problem = problem or later
+        if known is None:
+            announced = f"rank {self.parent} announced {preamble.checksums} checksums; expected up to {MOST}"
+            return None, {}, problem or TransportError(announced)
+        return preamble, from_numbers(known), problem
+
+    def _received(self, count: int) -> tuple[list[int] | None, BaseException | None]:
+        """So many numbers of the parent, None if it cannot be reached; and what went wrong."""
         assert self.receive is not None and self.parent is not None, "the first rank has nobody to hear from"  # noqa: PT018
-        numbers = torch.empty(len(fields(Preamble)), dtype=torch.int64)
+        numbers = torch.empty(count, dtype=torch.int64)
         interrupt = None
         self.transport.awaited = self.parent
         try:
@@ -97,16 +117,18 @@ class Preambles:
             return None, self.transport.explain(error, peer=self.parent, what="the preamble of the step")
         except KeyboardInterrupt as error:  # see the note "Ctrl-C"
             interrupt = error
-        return Preamble(*numbers.tolist()), interrupt
+        return numbers.tolist(), interrupt
 
-    def tell(self, preamble: Preamble, error: BaseException | None) -> BaseException | None:
+    def tell(self, preamble: Preamble, known: Known, error: BaseException | None) -> BaseException | None:
         """Tell the children. When all know, the error comes back, or what went wrong with a child that cannot be reached."""
         failed: BaseException | None = None
         if self.send:
-            numbers = torch.tensor(astuple(preamble), dtype=torch.int64)
-            for child, send in self.send.items():
+            told = [torch.tensor(astuple(replace(preamble, checksums=len(known))), dtype=torch.int64)]
+            if known:
+                told.append(torch.tensor(to_numbers(known), dtype=torch.int64))
+            for child, numbers in product(self.send, told):
                 try:
-                    work = send([numbers])
+                    work = self.send[child]([numbers])
                     if work is not None:
                         self.transport.awaited = child
                         self.wait(work)

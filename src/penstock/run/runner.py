@@ -25,6 +25,7 @@ from penstock.errors import (
 from penstock.nest import Value
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
+from penstock.run.checksums import Checksums, difference, joined
 from penstock.run.draining import drain, explained, meet_replicas
 from penstock.run.inputs import StepInputs
 from penstock.run.lookout import Position
@@ -45,6 +46,7 @@ class Prepared:
     key: Hashable = None  # tells one shape of input from another, on the rank of the first stage
     rows: Rows = field(default_factory=Rows)
     error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
+    checksums: Checksums = field(default_factory=dict)  # of what was given here, in a step in which ranks compare it
 
 
 Watcher: TypeAlias = Recording | MemoryWatch
@@ -119,20 +121,24 @@ class Runner:
             self.report(None, error)
         size = program.plan.num_microbatches
         if self.preambles.parent is None:
-            known = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
-            preamble = Preamble(self.transport.epoch, mode, *known)
-            return preamble, self.preambles.tell(preamble, error)
-        heard, problem = self.preambles.hear()
+            numbers = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
+            preamble = Preamble(self.transport.epoch, mode, *numbers)
+            return preamble, self.preambles.tell(preamble, joined({}, prepared.checksums, self.transport.rank), error)
+        heard, known, problem = self.preambles.hear()
         preamble = heard or Preamble(self.transport.epoch, mode, FAILED, 1, size)
-        error = self.preambles.tell(preamble, error or problem)
+        further = joined(known, prepared.checksums, self.transport.rank)
+        error = self.preambles.tell(preamble, further, error or problem)
         mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
         rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
         prepared.inputs.uneven |= Rows(preamble.rows, prepared.rows.target).uneven
-        if (mine != preamble or rows) and error is None and not preamble.failed:
+        unlike = difference(known, prepared.checksums, self.transport.rank)
+        if (mine != preamble or rows or unlike) and error is None and not preamble.failed:
             what = rows or f"this rank is about to run {mine}, rank {self.preambles.parent} {preamble}"
-            error = RanksDisagree(
-                f"rank {self.transport.rank}: {what}. Call the same, with the same batch, on every rank"
-            )
+            if mine == preamble and not rows:
+                what = unlike
+            else:
+                what += ". Call the same, with the same batch, on every rank"
+            error = RanksDisagree(f"rank {self.transport.rank}: {what}")
             self.report(None, error)
         return preamble, error
 
