@@ -133,8 +133,8 @@ class Shifted(nn.Linear):
 
 
 def test_what_is_a_rank_s_own_is_not_compared() -> None:
-    """Keyword arguments of stages made by hand go to the stages of the rank that gives them; of what a `Schedule` is given only the
-    input on the first rank and the target on the last count, as in torch."""
+    """Keyword arguments of stages made by hand go to the stages of the rank that gives them. Of what a `Schedule` is given only
+    the input on the first rank and the target on the last count, as in torch."""
 
     def run(transport: LocalTransport) -> None:
         stage = PipelineStage(Shifted(WIDTH, WIDTH), transport.rank, 2, "cpu", group=transport)

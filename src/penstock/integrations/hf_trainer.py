@@ -23,6 +23,7 @@ from penstock.front.companions import same_random_numbers
 from penstock.front.loading import copy_state
 from penstock.front.spread import Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
+from penstock.integrations.data_numbers import DataNumbers, draw_from
 from penstock.integrations.hf_batches import ITEMS, count_labels
 from penstock.integrations.needs import needed
 from penstock.integrations.transformers import TransformersPipeline, without_loss
@@ -31,7 +32,10 @@ from penstock.nest import Value
 from penstock.plan.ops import Op
 
 _Trainer: Value = needed("transformers", "hf").Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402  the line above says what is missing
+
 _NOT_HERE = "bf16_full_eval debug deepspeed fp16_full_eval fsdp neftune_noise_alpha parallelism_config use_liger_kernel"
+_NUMBERS = "data_rng_state_{}.json"  # in a checkpoint, of a replica: what its data is drawn from
 _STATE = "pipeline"  # the folder in a checkpoint that has weights, optimizer and scheduler for any number of stages
 
 
@@ -92,8 +96,9 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         self.accelerator.prepare_model = self._left_alone
         self.accelerator.backward = lambda loss, **options: None  # see compute_loss
         self.accelerator.gather = made.gather_rows  # what a rank has, all of its replica have
+        self._numbers = DataNumbers(made)
         share = _Replica(self.accelerator, made)
-        self.accelerator.prepare_data_loader = partial(type(self.accelerator).prepare_data_loader, share)
+        self.accelerator.prepare_data_loader = partial(self._prepared_loader, share)
 
     # -- the model and its data
 
@@ -146,6 +151,35 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         """accelerate would move and wrap the model, most of which has no memory here; it only hears of it."""
         self.accelerator._models.append(model)
         return model
+
+    def _prepared_loader(self, share: _Replica, loader: Value, *args: Value, **options: Value) -> Value:
+        """All ranks of a replica draw the same batches, also in worker processes, which a Trainer seeds by the rank."""
+        init = getattr(loader, "worker_init_fn", None)
+        if isinstance(init, partial) and "rank" in init.keywords:
+            loader.worker_init_fn = partial(init, rank=self.pipe.replica)
+        with self._numbers.drawing():
+            sampler = getattr(loader, "sampler", None)
+            if self.pipe.num_replicas > 1 and isinstance(sampler, LengthGroupedSampler) and sampler.generator is None:
+                seed = int(
+                    torch.empty((), dtype=torch.int64).random_()
+                )  # what collators draw may differ between replicas
+                sampler.generator = torch.Generator().manual_seed(seed)
+            prepared = type(self.accelerator).prepare_data_loader(share, loader, *args, **options)
+        draw_from(self._numbers, getattr(prepared, "base_dataloader", prepared))
+        return prepared
+
+    def get_batch_samples(self, *args: Value, **options: Value) -> Value:
+        """Also where a resumed run passes over batches, for which accelerate makes another loader."""
+        with self._numbers.drawing():
+            return super().get_batch_samples(*args, **options)
+
+    def train(self, *args: Value, **options: Value) -> Value:
+        with self._numbers.shared():
+            return super().train(*args, **options)
+
+    def evaluation_loop(self, *args: Value, **options: Value) -> Value:
+        with self._numbers.shared():
+            return super().evaluation_loop(*args, **options)
 
     def get_total_train_batch_size(self, args: Value) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
@@ -230,6 +264,18 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
                 f"{checkpoint} has the optimizer of a Trainer without a pipeline, which no rank could take its part of; give its "
                 "weights as the model, pipeline(checkpoint, batch), and begin anew"
             )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        text = self._numbers.dumps()
+        if text is not None and self.pipe.rank == 0:
+            (Path(output_dir) / _NUMBERS.format(self.pipe.replica)).write_text(text)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            file = Path(checkpoint) / _NUMBERS.format(self.pipe.replica)
+            self._numbers.loads(file.read_text() if self.pipe.rank == 0 and file.is_file() else None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if is_adapted(self.pipe.shell):
