@@ -16,7 +16,7 @@ import torch
 
 import penstock
 from penstock.checkpoint import manifest
-from penstock.checkpoint.kept import Disk
+from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.torch_list import read_list
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, RunError
@@ -273,7 +273,7 @@ while turn < rounds or (turn < 20 * rounds and not (number and caught)):  # a ma
     time.sleep(long * (1 + 3 * turn / rounds))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    caught += place.with_name("checkpoint.saving").exists() or not place.exists()
+    caught += any(place.parent.glob("checkpoint.saving-*")) or not place.exists()
     found = penstock.load(place)
     assert found.extra["number"] >= number, "an older one came back"
     number = found.extra["number"]

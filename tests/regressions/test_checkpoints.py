@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import penstock
 import penstock.capture
 from penstock.checkpoint import kept, manifest
-from penstock.checkpoint.kept import Disk
+from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, RanksDisagree, RunError, StageError

@@ -105,7 +105,7 @@ class Manifest:
     def loads(cls, data: bytes, *, source: str = "the manifest") -> Manifest:
         try:
             whole = json.loads(data)
-            facts = _known(whole, {"format": int, "digest": str, "checkpoint": dict}, "it", all_needed=False)
+            facts = known_object(whole, {"format": int, "digest": str, "checkpoint": dict}, "it", all_needed=False)
             if facts.get("format") != FORMAT:
                 raise Damaged(
                     f"{source} has format {facts.get('format')!r}, this penstock reads {FORMAT}; make one file of it with "
@@ -178,7 +178,7 @@ def read_small(file: Path, limit: int) -> bytes:
 # -- from JSON, checked
 
 
-def _known(value: object, kinds: Mapping[str, object], what: str, *, all_needed: bool = True) -> dict[str, Value]:
+def known_object(value: object, kinds: Mapping[str, object], what: str, *, all_needed: bool = True) -> dict[str, Value]:
     if not isinstance(value, dict) or not value.keys() <= kinds.keys() or (all_needed and value.keys() != kinds.keys()):
         raise ValueError(f"{what} is {short(value)}; expected an object with {', '.join(kinds)}")
     for name, one in value.items():
@@ -193,23 +193,23 @@ def _known(value: object, kinds: Mapping[str, object], what: str, *, all_needed:
 
 
 def _manifest(body: dict[str, object]) -> Manifest:
-    facts = _known(body, _CHECKPOINT, "the checkpoint")
+    facts = known_object(body, _CHECKPOINT, "the checkpoint")
     tensors = {name: _entry(name, entry) for name, entry in facts["tensors"].items()}
     files = {
-        _file(name): SmallFile(**_known(one, {"size": int, "sha256": str}, name))
+        _file(name): SmallFile(**known_object(one, {"size": int, "sha256": str}, name))
         for name, one in facts["files"].items()
     }
     if large := [name for name, one in files.items() if one.size > LIMIT]:
         raise ValueError(f"{large[0]} has {files[large[0]].size:,} bytes; at most {LIMIT:,} are read")
     if facts["optimizer"]:
-        for group in _known(facts["optimizer"], _OPTIMIZER, "the optimizer")["groups"]:
-            _known(group, {"options": dict, "names": list[str]}, "a group of the optimizer")
+        for group in known_object(facts["optimizer"], _OPTIMIZER, "the optimizer")["groups"]:
+            known_object(group, {"options": dict, "names": list[str]}, "a group of the optimizer")
     check_overlaps(span for entry in tensors.values() for span in entry.spans)
     return Manifest(**{**facts, "tensors": tensors, "files": files})
 
 
 def _entry(name: str, value: object) -> Entry:
-    facts = _known(value, {"shape": list, "dtype": str, "parts": list}, name)
+    facts = known_object(value, {"shape": list, "dtype": str, "parts": list}, name)
     made = Entry(sizes(name, facts["shape"]), facts["dtype"], tuple(_part(name, one) for one in facts["parts"]))
     check_entry(name, made)
     return made
@@ -253,7 +253,7 @@ def _check_blocks(name: str, entry: Entry) -> None:
 
 
 def _part(name: str, value: object) -> Part:
-    facts = _known(value, _PART, f"a part of {name}")
+    facts = known_object(value, _PART, f"a part of {name}")
     _file(facts["file"])
     return Part(**{**facts, "start": sizes(name, facts["start"]), "shape": sizes(name, facts["shape"])})
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.kept import Disk
+from penstock.checkpoint.disk import Disk
 from penstock.checkpoint.manifest import Damaged, Entry, Part, Sizes
 from penstock.dtypes import dtype_named
 from penstock.errors import StageError

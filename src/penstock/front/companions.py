@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from penstock.checkpoint.lineage import Lineage
 from penstock.checkpoint.manifest import Damaged, Entry, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.plain import decode, encode
@@ -42,6 +43,7 @@ class Companions:
     scaler: Value = None
     step: int = 0  # training steps that were done
     extra: Mapping[str, object] = field(default_factory=dict)  # the user's
+    lineage: Lineage = field(default_factory=Lineage.new)  # of the last checkpoint of this run
 
     def parts(self) -> Iterator[tuple[str, Stateful]]:
         """Those whose state is small, and each rank's own."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint import kept
+from penstock.checkpoint.lineage import Lineage
 from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
@@ -55,6 +56,7 @@ def load(folder: str | Path) -> Checkpoint:
     place = kept.candidates(Path(folder))[0]
     manifest = Manifest.read(place)
     manifest.small(place, LIST)
+    Lineage.checked(place, manifest)
     whole = {key: read_entry(place, entry) for key, entry in manifest.tensors.items()}
     model = under("model.", whole)
     for name, others in manifest.aliases.items():
@@ -70,27 +72,38 @@ def load(folder: str | Path) -> Checkpoint:
 
 def load_into(
     folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, or_older: bool
-) -> Manifest:
+) -> tuple[Manifest, Lineage]:
     """Every rank calls it. What was loaded comes back; if anything is wrong on one rank, all raise and nothing has changed.
 
     The folder is that of the first rank, and what is wrong with it is told to all.
     """
-    listed = ends.decide("the checkpoints there are", lambda: json.dumps([*map(str, kept.candidates(Path(folder)))]))
-    places = [Path(path) for path in json.loads(listed)]
-    for place, next_one in zip(places, [*places[1:], None], strict=True):
+
+    def look() -> str:
+        return json.dumps([[*map(str, paths)] for paths in kept.lines(Path(folder))])
+
+    line, others = json.loads(ends.decide("the checkpoints there are", look))
+    for place, next_one in zip(line, [*line[1:], None], strict=True):
         try:
-            return _load_one(place, tensors, ends, companions)
+            return _load_one(Path(place), tensors, ends, companions)
         except Damaged as error:
             if not or_older or next_one is None:
-                hint = f". There is an older one, {next_one}: give or_older=True to go on from it" if next_one else ""
-                raise Damaged(f"{error}{hint}. Nothing was changed") from error
+                raise Damaged(f"{error}{_hint(next_one, others)}. Nothing was changed") from error
             if ends.is_first:
                 warnings.warn(f"{error}; trying the older checkpoint {next_one}", stacklevel=4)
     raise AssertionError("there is at least one candidate")
 
 
-def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> Manifest:
-    read: list[tuple[Manifest, Pairs, list[Pending], dict[str, Value]]] = []  # all of it, before anything is changed
+def _hint(older: str | None, others: list[str]) -> str:
+    if older is not None:
+        return f". There is an older one, {older}: give or_older=True to go on from it"
+    if others:
+        return f". Others beside it are of other lines, {', '.join(others)}: give the name of one to go on from it"
+    return ""
+
+
+def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> tuple[Manifest, Lineage]:
+    # All of it, before anything is changed.
+    read: list[tuple[Manifest, Lineage, Pairs, list[Pending], dict[str, Value]]] = []
     before: dict[str, Value] = {}
 
     def look() -> dict[str, object]:
@@ -98,12 +111,13 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
         if ends.is_first:
             manifest.small(place, LIST)  # nothing is read from it, but who changed it may have changed more
         found, pending = _saved_tensors(place, tensors, manifest), companions.staged(tensors, manifest, place)
-        read.append((manifest, found, pending, companions.saved(place, manifest, ends)))
+        lineage = Lineage.checked(place, manifest)
+        read.append((manifest, lineage, found, pending, companions.saved(place, manifest, ends)))
         return {"step": manifest.step, "digest": manifest.digest[:16]}
 
     everyone = dict(enumerate(ends.agree(f"reading the checkpoint {place}", look)))
     same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
-    manifest, found, pending, states = read[0]
+    manifest, lineage, found, pending, states = read[0]
     try:
         ends.agree(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
     except Exception:
@@ -111,7 +125,7 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
         raise
     _change(tensors, found)
     companions.fill(tensors, manifest.optimizer, pending)
-    return manifest
+    return manifest, lineage
 
 
 def _saved_tensors(place: Path, tensors: StageTensors, manifest: Manifest) -> Pairs:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
 from penstock.capture import Pipe
+from penstock.checkpoint.lineage import Lineage
 from penstock.errors import OutOfMemory, PenstockError, RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
@@ -109,6 +110,7 @@ class Pipeline(OwnStages):
         known = Costs.unit(self.plan) if self._built.choice is None else self._built.choice.costs
         self._replanner = None if of_steps.replan is None else Replanner(of_steps.replan, known)
         self._saving: Saving | None = None  # a checkpoint that is being written
+        self._lineage = Lineage.new()  # of the last checkpoint
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
         self._few_rows = FewRows(self.schedule, self._ends, allowed=of_steps.few_rows, specs=of_steps.batch_specs)
@@ -292,6 +294,7 @@ class Pipeline(OwnStages):
         folder = self._ends.ready("save()", look, lambda: {"wait": bool(wait)})
         companions = replace(self._companions(optimizer, scheduler, data), extra=extra or {})
         order = prepare(folder, self.tensors, self._ends, companions, keep=keep)
+        self._lineage = self._lineage if order.claim is None else order.claim.lineage
         self._saving = None if wait else Saving(order, self._ends, began, stager)
         if wait:
             save(order, self._ends)
@@ -315,7 +318,8 @@ class Pipeline(OwnStages):
         With or_older=True the newest whole one of those that `keep` has left is taken, and a warning says so.
         """
         companions = self._companions(optimizer, scheduler, data)
-        loaded = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
+        loaded, lineage = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
+        self._lineage = lineage.gone_on()
         self.schedule.steps = loaded.step
         return dict(loaded.extra)
 
@@ -357,7 +361,8 @@ class Pipeline(OwnStages):
         if self._saving is not None and not self._saving.told:
             self._saving.wait()
         numbers = RandomNumbers(self._ends.device)
-        return Companions(numbers, optimizer, scheduler, data, self._of_steps.loss_scale, self.schedule.steps)
+        made = Companions(numbers, optimizer, scheduler, data, self._of_steps.loss_scale, self.schedule.steps)
+        return replace(made, lineage=self._lineage)
 
     def _look_out(self, folder: Path) -> None:
         """Write where this rank is into the folder of the run, as long as the pipeline lives."""

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 
 from penstock import __version__
 from penstock.checkpoint import kept
-from penstock.checkpoint.kept import Disk
+from penstock.checkpoint.disk import Disk
+from penstock.checkpoint.lineage import LINEAGE
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
 from penstock.checkpoint.torch_list import LIST, write_list
@@ -59,11 +60,13 @@ class Order:
     number: int  # of this rank among all ranks of all replicas
     everyone: list[dict[str, Value]]  # what each rank holds
     manifest: Manifest  # without tensors and files yet
+    claim: kept.Claim | None  # the first rank's
 
     def write(self) -> dict[str, object]:
         """Write this rank's parts; what the manifest says of them."""
-        rows = write_parts(self.fresh / f"__{self.number}_0.distcp", self.blocks, DISK) if self.blocks else []
-        DISK.write_file(self.fresh / f"rank-{self.number}.json", self.state)
+        with kept.written_to(self.fresh):
+            rows = write_parts(self.fresh / f"__{self.number}_0.distcp", self.blocks, DISK) if self.blocks else []
+            DISK.write_file(self.fresh / f"rank-{self.number}.json", self.state)
         return {"parts": [[key, asdict(part)] for key, part in rows], "state": asdict(SmallFile.of(self.state))}
 
     def finish(self, rows: Sequence[dict[str, Value]]) -> str:
@@ -80,10 +83,14 @@ class Order:
         whole = replace(self.manifest, tensors=tensors)
         files = {f"rank-{number}.json": SmallFile(**row["state"]) for number, row in enumerate(rows)}
         listed = write_list(whole)
-        DISK.write_file(self.fresh / LIST, listed)
-        files[LIST] = SmallFile.of(listed)
-        DISK.write_file(self.fresh / FILE, replace(whole, files=files).dumps())
-        kept.publish(self.fresh, self.place, DISK, keep=self.keep)
+        assert self.claim is not None, "the first rank has it"
+        lineage = self.claim.lineage.dumps()
+        files |= {LIST: SmallFile.of(listed), LINEAGE: SmallFile.of(lineage)}
+        with kept.written_to(self.fresh):
+            DISK.write_file(self.fresh / LIST, listed)
+            DISK.write_file(self.fresh / LINEAGE, lineage)
+            DISK.write_file(self.fresh / FILE, replace(whole, files=files).dumps())
+            kept.publish(self.claim, DISK, keep=self.keep)
         return str(self.place)
 
 
@@ -112,14 +119,21 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: C
         return {"tensors": listed, "aliases": tensors.aliases, "optimizer": optimizer, "extra": extra}
 
     everyone = ends.agree("what a checkpoint holds", look)
-    fresh = Path(ends.decide("a folder for the checkpoint", lambda: str(kept.begin(place, DISK))))
+    claims: list[kept.Claim] = []
+
+    def claim() -> str:
+        claims.append(kept.begin(place, DISK, companions.lineage))
+        return str(claims[0].fresh)
+
+    fresh = Path(ends.decide("a folder for the checkpoint", claim))
     owners = _owners(everyone)
     blocks = [block for block in mine if owners[block[0], tuple(block[1])] == ends.number]
     versions = {"penstock": __version__, "torch": torch.__version__}
     aliases = {name: list(others) for one in everyone for name, others in one["aliases"].items()}
     extra, ranks, replicas = everyone[0]["extra"], ends.num_ranks, ends.num_replicas
     manifest = Manifest(companions.step, ranks, replicas, versions, {}, {}, aliases, _merged(everyone), extra)
-    return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest)
+    claimed = claims[0] if claims else None
+    return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest, claimed)
 
 
 def save(order: Order, ends: Ends) -> None:
@@ -225,7 +239,7 @@ class Saving:
 
     def _tell(self, row: Mapping[str, object]) -> None:
         file = self._file(self._order.number)
-        file.with_suffix(".part").unlink(missing_ok=True)
+        DISK.delete(file.with_suffix(".part"))
         DISK.write_file(file.with_suffix(".part"), json.dumps(row).encode())
         DISK.rename(file.with_suffix(".part"), file)
 
@@ -251,7 +265,7 @@ class Saving:
                 )
             time.sleep(_NAP)
         for number in rows:
-            self._file(number).unlink()
+            DISK.delete(self._file(number))
         return [rows[number] for number in range(count)]
 
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from penstock.checkpoint import kept
 from penstock.errors import PenstockError
 from penstock.train.history import LOSS, note_loss
 from penstock.train.owner import owned
@@ -101,8 +102,8 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
             how = f"rank {rank} {how_it_ended(failure.exitcode)}"
             if not left:
                 after = f" after {number} restart{'' if number == 1 else 's'}" if number else ""
-                kept = options.checkpoint.exists()
-                hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if kept else ""
+                saved = kept.is_any(options.checkpoint)
+                hint = f" With --resume the run goes on from the last checkpoint in {options.folder}" if saved else ""
                 raise PenstockError(f"{how}{after}; its output is above.{hint}") from failed
             fewer = f" with {left} of {processes} ranks" if left < processes else ""
             processes = left

@@ -54,6 +54,8 @@ class Run:
             before = kept.put_aside(options.checkpoint, DISK)
             if before is not None:
                 screen.say(f"the checkpoint of an earlier run is now {before}")
+        elif screen.enabled:
+            kept.clear_unfinished(options.checkpoint, DISK)  # the folder is this run's alone
         batch = job.batch(0)
         rows = job.tokens or batch_size_of(batch[0]) or options.batch
         self.rows = rows * options.accumulate  # of a step, or tokens
@@ -132,7 +134,7 @@ class Run:
 
     def _resume(self) -> int:
         place = self.options.checkpoint
-        if not self.pipe.any(place.exists() or bool(kept.older(place))):
+        if not self.pipe.any(kept.is_any(place)):
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
         extra = self.pipe.load(place, optimizer=self.rated.optimizer, data=self.job.position, or_older=True)
@@ -242,6 +244,8 @@ class Run:
         place, keep, data = self.options.checkpoint, self.options.keep, self.job.position
         self.pipe.save(place, optimizer=self.rated.optimizer, data=data, extra=extra, keep=keep, wait=wait)
         self.history.saving.append(time.perf_counter() - began)
+        if wait and self.screen.enabled:
+            kept.forget(place, DISK)
 
     # -- after
 
