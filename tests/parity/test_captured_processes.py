@@ -148,8 +148,7 @@ def train_by_hand(way: str) -> dict[str, Tensor]:
         module: nn.Module = Embed().double() if rank == 0 else Head().double()
         options: dict[str, Any] = {"ties": [tie([(0, "table.weight"), (1, "out.weight")])]}
     else:
-        names, example = ["embed.table", "head.middle", "tanh", "head.out"], (batches()[0]["ids"],)
-        module = split_modules(whole(), names, 2, example=example)[rank]
+        module = split_modules(whole(), ["embed.table", "head.middle", "tanh", "head.out"], 2)[rank]
         options = {}  # what is tied was found when the model was split
     stage = PipelineStage(module, rank, 2, "cpu")
     schedule = Schedule.from_plan(_two(), stage, loss_fn=cross_entropy, **options)

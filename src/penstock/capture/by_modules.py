@@ -118,12 +118,14 @@ def split_modules(
     for stage in stages:
         stage.ties, stage.cut_from = ties, digest
         stage.training = model.training
-    _verify(model, stages, example, sure=not ways and _is_chain(model, names))
+    _verify(model, stages, example, sure=_is_chain(model, names) and not ways)
     return stages
 
 
 def _is_chain(model: nn.Module, names: Sequence[str]) -> bool:
-    """Whether the model is nothing but its children in this order."""
+    """Whether the model is nothing but its children in this order; or a container, which has no forward to differ from."""
+    if type(model).forward is nn.Module.forward:
+        return True
     return type(model).forward is nn.Sequential.forward and [name for name, _ in model.named_children()] == list(names)
 
 
