@@ -9,6 +9,7 @@ docs/integrations/lightning.md has the whole story. pip install "penstock[lightn
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial, partialmethod
@@ -17,7 +18,6 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
 
 from penstock.checkpoint import kept
 from penstock.checkpoint.manifest import Manifest
@@ -25,12 +25,14 @@ from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.front.companions import same_random_numbers
 from penstock.integrations.adapters import refuse_adapter
+from penstock.integrations.data_numbers import DataNumbers, draw_from
 from penstock.integrations.hf_model import is_of_transformers
 from penstock.integrations.needs import needed
 from penstock.nest import Value
 
 needed("lightning", "lightning")
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402  the line above says what is missing
+from lightning.fabric.utilities.seed import pl_worker_init_function  # noqa: E402  the line above says what is missing
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 from penstock.integrations.lightning_steps import LoggedSteps, Means, Stand  # noqa: E402  needs torchmetrics, which lightning brings
@@ -106,6 +108,8 @@ class PipelineStrategy(DDPStrategy):
                 )
             if len(self.optimizers) > 1:
                 raise RunError(f"{len(self.optimizers)} optimizers; a pipeline has one, with groups of parameters")
+        self._begun.numbers = DataNumbers(self.pipe)
+        self._begun.numbers.begin()
         self.setup_precision_plugin()
         own: Value = self.precision_plugin
         own.clip_grad_by_norm = lambda optimizer, clip_val: self.pipe.clip_grad_norm_(float(clip_val))
@@ -170,11 +174,18 @@ class PipelineStrategy(DDPStrategy):
         return next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Every rank has the batches of the user's loader; if it shuffles, all shuffle alike."""
-        sampler = getattr(dataloader, "sampler", None)
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
-            sampler.generator = torch.Generator().manual_seed(self.broadcast(torch.initial_seed() % 2**63))
-        return dataloader
+        """Every rank has the batches of the user's loader; whatever is drawn for them, all draw alike."""
+        loader: Value = dataloader
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", self) is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # Lightning would seed workers by the rank
+        if self._begun.numbers is not None:
+            draw_from(self._begun.numbers, loader)
+        return loader
+
+    def teardown(self) -> None:
+        if self._steps is not None and self._steps.numbers is not None:
+            self._steps.numbers.end()
+        super().teardown()
 
     # -- steps
 
@@ -224,7 +235,8 @@ class PipelineStrategy(DDPStrategy):
             return rest
 
         rest = self.pipe.decide(f"writing to {folder}", write)
-        self.pipe.save(folder / _PARTS, optimizer=next(iter(self.optimizers), None), extra={"rest": rest})
+        extra = {"rest": rest, "data": None if self._begun.numbers is None else self._begun.numbers.dumps()}
+        self.pipe.save(folder / _PARTS, optimizer=next(iter(self.optimizers), None), extra=extra)
         if self.pipe.is_first:
             for other in set(folder.glob(_REST.format("*"))) - {folder / rest}:
                 other.unlink(missing_ok=True)
@@ -237,7 +249,9 @@ class PipelineStrategy(DDPStrategy):
             )
         found: list[dict[str, Value]] = []
         self.pipe.agree(f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False)))
-        self.pipe.load(folder / _PARTS, optimizer=next(iter(self.optimizers), None))
+        extra = self.pipe.load(folder / _PARTS, optimizer=next(iter(self.optimizers), None))
+        if self._begun.numbers is not None and isinstance(extra.get("data"), str):
+            self._begun.numbers.loads(extra["data"])
         return found[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Value], strict: bool = True) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from math import isnan
@@ -23,6 +23,7 @@ from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
+from penstock.integrations.data_numbers import DataNumbers
 from penstock.integrations.hf_batches import count_labels
 from penstock.nest import Value, has_tensor, open_node
 from penstock.stage.buffers import Tables
@@ -111,6 +112,7 @@ class LoggedSteps:
     """Runs the steps of a LightningModule with a pipeline in place of its model."""
 
     pipe: Pipeline
+    numbers: DataNumbers | None = None  # what is drawn before the model is called, the same on all ranks
 
     def __init__(self, module: Value, stand: Stand, means: Means | None = None) -> None:
         apart = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -160,8 +162,9 @@ class LoggedSteps:
             raise _Called
 
         self.stand.answer = answer
+        drawing = nullcontext() if self.numbers is None else self.numbers.drawing()
         try:
-            with left_alone(self.metrics.parts), self._collecting(), torch.no_grad():
+            with left_alone(self.metrics.parts), self._collecting(), torch.no_grad(), drawing:
                 getattr(self.module, method)(batch, *rest)
         except _Called:
             return found[0]
