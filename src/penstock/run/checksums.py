@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.batch import Microbatches
 from penstock.nest import Value, open_node
@@ -25,10 +24,7 @@ Known: TypeAlias = dict[int, tuple[int, int]]  # by the number of a name: a chec
 
 MOST = 256
 """How many checksums go with a preamble."""
-_FIRST, _PERIOD = (
-    8,
-    64,
-)  # the steps that are compared: so many at the beginning, then each one whose number this divides
+_FIRST, _PERIOD = 3, 32  # the steps that are compared: so many at the beginning, then each whose number this divides
 _LONGEST = 1 << 20  # bytes of a tensor that are read; of a longer one only every second, fourth, ... row or column
 _FACTOR = -7046029254386353131  # odd, and its multiples look random: 2^64 divided by the golden ratio
 
@@ -91,7 +87,7 @@ def _checksum(value: object, *, on_host: bool) -> int | None:
     """None for what cannot be compared, or is not there."""
     if isinstance(value, bool | int | float | complex | str | bytes):
         return _number(f"{type(value).__name__} {value!r}")
-    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value) or value.is_meta:
+    if not isinstance(value, Tensor) or hasattr(value, "__tensor_flatten__") or value.is_meta:
         return None
     if on_host and value.device.type != "cpu":
         return None
