@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,6 @@ class Pipeline(OwnStages):
 
     # -- steps
 
-    @one_call
     def step(
         self,
         *args: Value,
@@ -134,18 +133,28 @@ class Pipeline(OwnStages):
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
         """
-        problem = self._refusal("step", outputs, target, loss_kwargs)
-        keep = outputs is not None and problem is None
-        few = self._few_rows.count(args, kwargs)
-        count, gives = few or self.schedule.num_microbatches, keep and self.rank == self._last_rank
-        batch = StepBatch(args, kwargs, target, few).grouped(self._of_steps.group_rows, count, outputs=gives)
-        if problem is not None:
-            batch = replace(batch, problem=problem)
-        losses: list[Tensor] = []
-        value = self._run(batch, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
-        ran = self._of_step(few)
-        self._tidy_up()
-        return self._result(ran, losses, batch.in_order(value), outputs, trained=True)
+        with self.transport.called("step()"):
+            problem = self._refusal("step", outputs, target, loss_kwargs)
+            keep = outputs is not None and problem is None
+            few = self._few_rows.count(args, kwargs)
+            count, gives = few or self.schedule.num_microbatches, keep and self.rank == self._last_rank
+            batch = StepBatch(args, kwargs, target, few).grouped(self._of_steps.group_rows, count, outputs=gives)
+            schedule = self._of_step(few)
+            schedule.problem = problem or batch.problem
+            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
+            losses: list[Tensor] = []
+            step = partial(schedule.step, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
+            try:
+                with self._watched(schedule, batch):
+                    value = step(*batch.args, target=batch.target, **batch.kwargs)
+            except OutOfMemory as error:
+                error.remedy = recompute_rank(
+                    self.plan, error.rank
+                )  # of all microbatches, also for a batch of few rows
+                raise
+            self.schedule.steps = schedule.steps
+            self._tidy_up()
+            return self._result(schedule, losses, batch.in_order(value), outputs, trained=True)
 
     @one_call
     def evaluate(
@@ -384,25 +393,15 @@ class Pipeline(OwnStages):
     def _make_schedule(self, plan: Plan) -> WeightedSchedule:
         return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
 
-    def _run(self, batch: StepBatch, **options: Value) -> Value:
-        """A step of the schedule, measured and counted where that is wanted."""
-        schedule = self._of_step(batch.few)
-        schedule.problem = batch.problem
-        schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-        usual = schedule is self.schedule  # another one says nothing of the plan
-        measured = self._replanner.around(schedule) if usual and self._replanner is not None else nullcontext()
-        given = (batch.args, batch.kwargs)
-        counted = self._memory.around(schedule, given, self._built.choice) if usual else nullcontext()
-        try:
-            with measured, counted:
-                value = schedule.step(*batch.args, target=batch.target, **options, **batch.kwargs)
-        except OutOfMemory as error:
-            error.remedy = recompute_rank(
-                self.plan, error.rank
-            )  # of all microbatches, also where the batch had few rows
-            raise
-        self.schedule.steps = schedule.steps
-        return value
+    @contextmanager
+    def _watched(self, schedule: WeightedSchedule, batch: StepBatch) -> Iterator[None]:
+        """Measure and count a step, where that is wanted; one of few rows says nothing of the plan."""
+        with ExitStack() as watching:
+            if schedule is self.schedule:
+                if self._replanner is not None:
+                    watching.enter_context(self._replanner.around(schedule))
+                watching.enter_context(self._memory.around(schedule, (batch.args, batch.kwargs), self._built.choice))
+            yield
 
     def _tidy_up(self) -> None:
         """After a step, on all ranks alike: take note of another plan, collect garbage."""
