@@ -80,6 +80,10 @@ def made(data):
 def build():
     return made(drawn)
 
+def broken():
+    model, _, loss, optimizer = made(drawn)
+    return model, lambda number: 1 / 0, loss, optimizer
+
 def shuffled():
     return made(torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True))
 
@@ -167,6 +171,42 @@ def test_a_run_that_ended_early_stays_where_it_was(job: str) -> None:
     assert len(losses("run")) == 3
     assert run_rank(replace(patient, resume=True, patience=0, steps=5))
     assert len(losses("run")) == 5
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_start_removes_nothing_that_may_be_the_last_whole_checkpoint(job: str, goes_on: bool) -> None:
+    """A kill between the two renames of a save leaves checkpoint.step-N and no checkpoint. A start without --resume deleted it,
+    and what an earlier start had put aside was deleted to make room."""
+    plain = {"accumulate": 1, "precision": "fp32"}
+    for count in (1, 2):
+        assert run_rank(options(job, "run", steps=count, **plain))
+    assert penstock.load("run/checkpoint.before").extra["step"] == 1
+    Path("run/checkpoint").rename("run/checkpoint.step-2")
+    if goes_on:
+        assert run_rank(options(job, "run", steps=3, resume=True, **plain))
+        assert len(losses("run")) == 3
+        return
+    with pytest.raises(ZeroDivisionError):
+        run_rank(options("resuming_job:broken", "run", **plain))
+    assert penstock.load("run/checkpoint.before").extra["step"] == 1
+    assert penstock.load("run/checkpoint.before-2").extra["step"] == 2
+    assert run_rank(options(job, "run", steps=4, **plain))
+    assert penstock.load("run/checkpoint").extra["step"] == 4
+    names = sorted(path.name for path in Path("run").iterdir() if path.name.startswith("checkpoint"))
+    assert names == ["checkpoint", "checkpoint.before-2.step-2"], "the newest of the last earlier run stays"
+
+
+def test_a_run_that_is_killed_before_it_begins_is_not_the_one_before(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was started again after a kill went on from what was in the folder; but a rank that is killed early has not put
+    aside what an earlier run left there."""
+    assert run_rank(options(job, "run", steps=3, accumulate=1))
+    Path("run/ranks.json").unlink()  # as the launcher does
+    monkeypatch.setenv("PENSTOCK_RESTARTS", "1")
+    assert run_rank(options(job, "run", steps=2, accumulate=1))
+    assert len(losses("run")) == 2
+    assert penstock.load("run/checkpoint.before").extra["step"] == 3
+    assert run_rank(options(job, "run", steps=3, accumulate=1)), "it had begun, and goes on"
+    assert penstock.load("run/checkpoint.before").extra["step"] == 3
 
 
 def test_what_goes_by_a_validation_loss_needs_one(job: str, capsys: pytest.CaptureFixture[str]) -> None:

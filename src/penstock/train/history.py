@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.run.record import Recording
 
 LOSS = "lost.json"  # in the folder of the run: when the rank that is gone was there for the last time
+RANKS = "ranks.json"  # there too, since a run has begun: the process of each rank
 CHOICE, PROFILE = "choice.json", "profile.json"  # there too: how the model is cut
 # Steps that are measured between two checkpoints, spread over all of them: who is slow in some of them only is not slow for good.
 _MEASURED = 4

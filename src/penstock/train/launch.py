@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint import kept
 from penstock.errors import PenstockError
-from penstock.train.history import LOSS, note_loss
+from penstock.train.history import LOSS, RANKS, note_loss
 from penstock.train.owner import owned
 from penstock.train.train_options import TrainOptions
 
@@ -89,7 +89,8 @@ def launch(options: TrainOptions, arguments: Sequence[str], *, say: Callable[[st
     os.environ["TORCHELASTIC_LOG_LEVEL"] = "CRITICAL"
     processes = options.ranks * options.dp
     with owned(options.folder):
-        (options.folder / LOSS).unlink(missing_ok=True)  # of a run that nobody went on with
+        for name in (LOSS, RANKS):  # of a run that nobody went on with, or has ended
+            (options.folder / name).unlink(missing_ok=True)
         for number in range(options.max_restarts + 1):
             os.environ[RESTARTS] = str(number)
             os.environ["OMP_NUM_THREADS"] = str(options.threads or max(1, (os.cpu_count() or 1) // processes))

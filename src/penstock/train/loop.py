@@ -23,7 +23,7 @@ from penstock.show.numbers import time_text
 from penstock.train import run_report
 from penstock.train.events import EventLog, Noted
 from penstock.train.gpt import generate
-from penstock.train.history import History, Recovery, Recutter, keep_cut, kept_cut, loss_noted
+from penstock.train.history import RANKS, History, Recovery, Recutter, keep_cut, kept_cut, loss_noted
 from penstock.train.loggers import JsonLines
 from penstock.train.meet import where_of
 from penstock.train.screen import Screen
@@ -32,7 +32,7 @@ from penstock.train.train_job import Job
 from penstock.train.train_options import TrainOptions
 from penstock.train.update import Update, check
 
-LOG, RANKS = "log.jsonl", "ranks.json"
+LOG = "log.jsonl"
 SEEDS_APART = 1_000_003  # replicas draw other random numbers, as the rows of one batch do
 COLLECT_EVERY = 50  # steps between two collections of Python's garbage, on all ranks at once
 

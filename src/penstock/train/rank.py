@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.front.saving import let_savings_end
+from penstock.train.history import RANKS
 from penstock.train.launch import RESTARTS, fitted, restarts
 from penstock.train.loggers import check_logger
 from penstock.train.loop import Run
@@ -44,11 +45,15 @@ def run_rank(options: TrainOptions, undecided: Collection[str] = ()) -> bool:
         screen = Screen(enabled=first)
         if unheard := options_unheard(options):
             screen.say(unheard)
-        count = torch.tensor([restarts()], device=where_of(options))
+        if decides and not restarts():
+            (options.folder / RANKS).unlink(missing_ok=True)  # as a launcher does
+        # A run that was killed before it began has not put aside what an earlier one left.
+        begun = first and (options.folder / RANKS).exists()
+        facts = torch.tensor([restarts(), int(begun)], device=where_of(options))
         if dist.is_initialized():
             # Torch counts for each host, and all ranks must see alike whether this follows a crash.
-            dist.all_reduce(count, dist.ReduceOp.MAX)
-        options = replace(options, resume=options.resume or count.item() > 0)
+            dist.all_reduce(facts, dist.ReduceOp.MAX)
+        options = replace(options, resume=options.resume or bool(facts.all()))
         with screen.hearing():
             return Run(options, job, screen, stop).train()
 
