@@ -9,6 +9,8 @@ compared.
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TypeAlias
@@ -26,6 +28,7 @@ MOST = 256
 """How many checksums go with a preamble."""
 _FIRST, _PERIOD = 3, 32  # the steps that are compared: so many at the beginning, then each whose number this divides
 _LONGEST = 1 << 20  # bytes of a tensor that are read; of a longer one only every second, fourth, ... row or column
+_ABOUT, _NEAR = "~", 0.02  # before the name of what need not be the same to the last bit; how far it may differ
 _FACTOR = -7046029254386353131  # odd, and its multiples look random: 2^64 divided by the golden ratio
 
 
@@ -66,7 +69,7 @@ def checksums_of(given: Mapping[str, Value], *, on_host: bool = False) -> Checks
     False
     """
     leaves = (leaf for name, value in given.items() for leaf in _leaves(name, value))
-    known = ((name, _checksum(value, on_host=on_host)) for name, value in leaves)
+    known = ((_ABOUT * _is_about(value) + name, _checksum(value, on_host=on_host)) for name, value in leaves)
     return dict(islice(((name, number) for name, number in known if number is not None), MOST))
 
 
@@ -92,20 +95,25 @@ def _checksum(value: object, *, on_host: bool) -> int | None:
     if on_host and value.device.type != "cpu":
         return None
     try:
-        return _of_tensor(value.detach().as_subclass(Tensor))
+        plain = value.detach().as_subclass(Tensor)
+        return _about(plain) if _is_about(value) else _of_tensor(plain)
     except (RuntimeError, TypeError):  # sparse, quantized, nested: their bytes are not at hand
         return None
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What is read of a tensor."""
+    while tensor.numel() * tensor.element_size() > _LONGEST:
+        longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+        tensor = tensor[(slice(None),) * longest + (slice(None, None, 2),)]
+    return tensor
 
 
 @torch.no_grad()
 def _of_tensor(tensor: Tensor) -> int:
     """Of the bits, so that NaN equals itself; each counts by its place, so that the same rows in another order differ."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    part = tensor
-    while part.numel() * part.element_size() > _LONGEST:
-        longest = max(range(part.dim()), key=lambda dim: part.shape[dim])
-        part = part[(slice(None),) * longest + (slice(None, None, 2),)]
-    flat = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = _part(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not flat.numel():
         return _number(kind)
     data = flat.view(torch.uint8)
@@ -113,6 +121,32 @@ def _of_tensor(tensor: Tensor) -> int:
     total = _total(data[:whole].view(torch.int64)) if whole else 0
     rest = _total(data[whole:].to(torch.int64)) if whole < data.numel() else 0
     return _wrapped(total + 31 * rest + _number(kind))
+
+
+def _is_about(value: object) -> bool:
+    """Numbers on a device may have been computed there, by kernels whose last bits differ from device to device."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.device.type != "cpu"
+
+
+@torch.no_grad()
+def _about(tensor: Tensor) -> int:
+    """The mean with signs that look random, and the root of the mean square, as two numbers of 32 bits."""
+    values = _part(tensor).to(torch.float32).reshape(-1)
+    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
+    signs = ((places * _FACTOR) >> 40 & 1) * 2 - 1
+    count = max(values.numel(), 1)
+    both = torch.stack([(values * signs).sum() / count**0.5, values.square().sum().div(count).sqrt()])
+    return int.from_bytes(struct.pack("<ff", *both.tolist()), "little", signed=True)
+
+
+def _alike(name: str, mine: int, theirs: int) -> bool:
+    if mine == theirs or not name.startswith(_ABOUT):
+        return mine == theirs
+    (one, size), (other, other_size) = (
+        struct.unpack("<ff", n.to_bytes(8, "little", signed=True)) for n in (mine, theirs)
+    )
+    finite = all(map(math.isfinite, (one, other, size, other_size)))
+    return not finite or max(abs(one - other), abs(size - other_size)) <= _NEAR * max(size, other_size)
 
 
 def _total(words: Tensor) -> int:
@@ -152,8 +186,8 @@ def difference(known: Known, own: Checksums, rank: int) -> str:
     unlike: dict[int, list[str]] = {}
     for name, number in own.items():
         theirs, other = known.get(_number(name), (number, rank))
-        if theirs != number:
-            unlike.setdefault(other, []).append(name)
+        if not _alike(name, number, theirs):
+            unlike.setdefault(other, []).append(name.removeprefix(_ABOUT))
     if not unlike:
         return ""
     said = "; ".join(
