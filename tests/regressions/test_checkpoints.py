@@ -350,7 +350,7 @@ def run_and_resume(folder: str) -> Any:
         for _ in range(count):
             x, y = data.next()
             noise = random.random() + float(np.random.rand())
-            pipe.step(x + noise * rank, target=y)
+            pipe.step(*() if rank else (x + noise,), target=y + noise if rank else None)  # each rank draws its own
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -143,6 +143,7 @@ class Pipeline(OwnStages):
             schedule.problem = problem or batch.problem
             schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
             losses: list[Tensor] = []
+            loss_kwargs = loss_kwargs if problem is None else None
             step = partial(schedule.step, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
             try:
                 with self._watched(schedule, batch):
@@ -170,6 +171,7 @@ class Pipeline(OwnStages):
         loss = pipe.evaluate(tokens, target=labels).loss
         """
         problem, losses = self._refusal("evaluate", outputs, target, loss_kwargs), list[Tensor]()
+        loss_kwargs = loss_kwargs if problem is None else None
         given = {"target": target, "losses": losses, "loss_kwargs": loss_kwargs, "return_outputs": outputs is not None}
         schedule, value = self._evaluated(args, kwargs, problem, given)
         return self._result(schedule, losses, value, outputs, trained=False)
