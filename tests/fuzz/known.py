@@ -6,7 +6,6 @@ One entry a defect, with its reason. An entry goes when its defect is mended.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 from tests.fuzz.cases import Case
 
@@ -85,10 +84,6 @@ KNOWN: dict[str, Predicate] = {
     "one row a microbatch under recompute": lambda case: (
         case.captured and _again(case) and any(a["rows"] < 2 * case.microbatches for a in case.actions if "rows" in a)
     ),
-    # A load leaves state in the optimizer which it did not have when the checkpoint was saved.
-    "load of a checkpoint from before the first step of the optimizer": lambda case: (
-        case.optimizer in ("adam", "momentum") and _loads_before_first_update(case)
-    ),
     # What fully_shard gathers is moved away with what a forward saved, and cannot be freed then.
     "offload of captured stages under FSDP": lambda case: (
         case.captured and "offload" in case.options and case.mesh.get("kind") == "fsdp"
@@ -110,16 +105,6 @@ KNOWN: dict[str, Predicate] = {
         "in place" in case.traits and "offload" in case.options and _splits(case)
     ),
 }
-
-
-def _loads_before_first_update(case: Case) -> bool:
-    """Whether a parameter may have no state in the optimizer when it is saved, and has some when that is loaded."""
-    names = [action["do"] for action in case.actions]
-    if "save" not in names or "load" not in names:
-        return False
-    before = names[: names.index("save")]
-    updates = [pair for pair in pairwise(before) if pair in (("train", "optimize"), ("clip", "optimize"))]
-    return not updates or "some" in case.traits
 
 
 def known(case: Case) -> str | None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ from penstock.front.names import StageTensors
 from penstock.nest import Value
 
 _NOT_OPTIONS = ("params", "param_names")  # of a group
+# What torch's schedulers put into a group when they are made: one made anew for a checkpoint without scheduler= needs it.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 Kept = TypeVar("Kept")
 Pending = tuple[str, str, Tensor]  # the parameter, the entry of its state, the value
 
@@ -98,20 +101,26 @@ class Companions:
         return found
 
     def fill(self, tensors: StageTensors, saved: Mapping[str, Value], pending: list[Pending]) -> None:
-        """Put what was read into the optimizer."""
+        """Put what was read into the optimizer; what it has beyond that goes: it was not there when this was saved."""
         optimizer = self.optimizer
         if optimizer is None:
             return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        read: dict[str, dict[str, Value]] = {}
         for name, part, value in pending:
-            for parameter in (tensors.parameters[name], *(other for one, _, other in tensors.copies if one == name)):
-                if id(parameter) in held:
-                    optimizer.state[parameter][part] = value.clone()
-        for name, values in saved["values"].items():
-            own = tensors.parameters.get(name)
-            if own is not None and id(own) in held:
-                optimizer.state[own].update(values)
+            read.setdefault(name, {})[part] = value
+        for name in tensors.parameters:
+            for spelling in tensors.spellings(name):
+                read.setdefault(name, {}).update(saved["values"].get(spelling, {}))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        copies = ((one, parameter) for one, _, parameter in tensors.copies)
+        for name, parameter in chain(tensors.parameters.items(), copies):
+            if id(parameter) in held:
+                optimizer.state.pop(parameter, None)
+                if read[name]:
+                    optimizer.state[parameter] = {part: copy.deepcopy(value) for part, value in read[name].items()}
         for group, options in zip(optimizer.param_groups, (one["options"] for one in saved["groups"]), strict=False):
+            for key in group.keys() - options.keys() - optimizer.defaults.keys() - {*_NOT_OPTIONS, *_OF_SCHEDULERS}:
+                del group[key]
             for key, value in options.items():
                 kept = group.get(key)
                 if isinstance(kept, Tensor):
