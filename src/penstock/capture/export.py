@@ -18,6 +18,7 @@ import linecache
 import logging
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,6 +41,7 @@ from penstock.capture.model_values import model_values
 from penstock.capture.wires import Guard, guards_of
 from penstock.errors import CaptureError
 from penstock.nest import LEAF, Kind, Nest, Value
+from penstock.stage.intercept import undeferred
 
 _PREFIX = "model."
 
@@ -247,11 +249,22 @@ class Example(NamedTuple):
     device: torch.device  # on which fake tensors pretend to be
 
 
+_one_trace = threading.RLock()  # torch.export and `watching_calls` replace functions and flags of the whole process
+
+
 def trace(model: nn.Module, example: Example, *, training: bool | None, points: Points, fall_back: bool) -> Traced:
     """Trace a skeleton in the given mode (None: the mode of each submodule as it is).
 
-    With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones.
+    With `fall_back`, a model that cannot be traced with dynamic dimensions is traced with fixed ones. Threads trace one after
+    the other.
     """
+    with _one_trace:
+        return _trace_alone(model, example, training=training, points=points, fall_back=fall_back)
+
+
+def _trace_alone(
+    model: nn.Module, example: Example, *, training: bool | None, points: Points, fall_back: bool
+) -> Traced:
     why, dims = "", example.dims
     refuse_backward_hooks(model)
     if training is not None and any(part.training is not training for part in model.modules()):
@@ -262,7 +275,13 @@ def trace(model: nn.Module, example: Example, *, training: bool | None, points: 
         open_dims = (dims,) if any(dims) else None
         root = _Root(model, example.table)
         try:
-            with watching(model, points) as called, watching_calls(), _undisturbed(example.device), Answers():
+            with (
+                watching(model, points) as called,
+                watching_calls(),
+                undeferred(),
+                _undisturbed(example.device),
+                Answers(),
+            ):
                 program = torch.export.export(root, fakes, dynamic_shapes=open_dims, strict=False)
             break
         except CaptureError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -217,17 +218,24 @@ def watching_calls() -> Iterator[None]:
     """While open, calls that export would run straight through and forget leave nodes, so that the stages have them again.
 
     ``torch.utils.checkpoint`` leaves marks around the function that it is given; an autograd function that is not torch's own
-    leaves one node.
+    leaves one node. Calls in other threads, which may train another model meanwhile, are left as they are.
     """
+    tracer = threading.get_ident()
     original = Function.__dict__["apply"]
     unwrap = functorch_utils.unwrap_dead_wrappers
+    checkpointed, register_hook = checkpoints._checkpoint_without_reentrant_generator, Tensor.register_hook
 
-    def marked(*_: object, **__: object) -> Iterator[None]:
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if threading.get_ident() != tracer:
+            yield from checkpointed(*args, **kwargs)
+            return
         mark(CHECKPOINT_BEGIN)
         yield
         mark(CHECKPOINT_END)
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> object:
+        if threading.get_ident() != tracer:
+            return original.__func__(cls, *args, **kwargs)
         if cls is checkpoints.CheckpointFunction:  # what torch calls reentrant: the same here as the other kind
             with contextmanager(marked)():
                 return args[0](*args[2:])
@@ -237,14 +245,17 @@ def watching_calls() -> Iterator[None]:
 
     def unwrapped(args: Any) -> Any:
         cls = sys._getframe(1).f_locals.get("cls")
-        if not _running and isinstance(cls, type) and issubclass(cls, Function) and not _of_torch(cls):
+        here = threading.get_ident() == tracer and not _running
+        if here and isinstance(cls, type) and issubclass(cls, Function) and not _of_torch(cls):
             raise CaptureError(
                 f"{cls.__qualname__}.apply was taken from its class before the capture, and its backward would be lost; "
                 f"write {cls.__name__}.apply(...) where it is called"
             )
         return unwrap(args)
 
-    def hooked(tensor: Tensor, hook: object) -> object:
+    def hooked(tensor: Tensor, hook: Any) -> object:
+        if threading.get_ident() != tracer:
+            return register_hook(tensor, hook)
         raise CaptureError(
             "a gradient hook on a tensor inside forward would be lost; let an autograd function do what it does (its own "
             "backward is kept), or put the hook on a parameter"

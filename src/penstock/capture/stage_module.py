@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.capture.cutter import StagePiece
 from penstock.capture.model_values import model_values
@@ -131,9 +131,10 @@ class StageModule(nn.Module):
 
     def _key_of(self, values: Sequence[object]) -> Key:
         """Which graph is for these inputs: that of the present mode, or one of its own for sizes that need it."""
-        if torch.compiler.is_compiling():
-            usual = torch.compiler.is_exporting() or self._has_usual_sizes(values)
-            return self.mode if usual else self._unusual_key(values)
+        if torch.compiler.is_dynamo_compiling():
+            return self.mode if self._has_usual_sizes(values) else self._unusual_key(values)
+        if torch.compiler.is_exporting() and any(isinstance(v, Tensor) and type(v) is not Tensor for v in values):
+            return self.mode  # plain tensors: it is another thread that exports
         return self._known_key(values)
 
     def _has_usual_sizes(self, values: Sequence[object]) -> bool:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter
 
 from penstock.errors import StageError
@@ -66,7 +66,7 @@ class NestedDifferentiation(StageError):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    if is_compiling():
+    if is_dynamo_compiling():
         return _Original.linear(input, weight, bias)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
@@ -98,7 +98,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: object) -> Tensor:  # noqa: A002
-    if is_compiling():
+    if is_dynamo_compiling():
         return _Original.addmm(input, mat1, mat2, **kwargs)
     pending = _local.pending
     if pending is None and (not _engine_thread_blocks or (pending := _of_engine_thread()) is None):
