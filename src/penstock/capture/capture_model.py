@@ -45,6 +45,7 @@ from penstock.errors import CaptureError, UnverifiedSplit
 from penstock.misfits import takes
 from penstock.nest import Value, leaf_names, map_tensors, tensors_in
 from penstock.stage.digest import model_digest
+from penstock.stage.inference import refuse_inference_mode
 
 SplitPolicy = Callable[[fx.GraphModule], object]
 ChooseCuts = Callable[[Traced, int], Sequence[int]]
@@ -92,6 +93,7 @@ def pipeline(
         raise CaptureError(f"num_stages={num_stages}; expected at least 1")
     if num_stages is None and profile is not None:
         raise CaptureError("profile= says what layers cost, and num_stages= is missing: into how many stages?")
+    refuse_inference_mode([module], (mb_args, mb_kwargs))
     known = Profile.load(profile) if isinstance(profile, str | Path) else profile
     mb_kwargs, facts = mb_kwargs or {}, dict[str, Value]()  # facts of the cuts
     if known is not None and num_stages is not None and known.metadata.get("places") is None:

@@ -34,6 +34,7 @@ from penstock.run.planning import sparing
 from penstock.simulate import simulate
 from penstock.stage.digest import operators_of
 from penstock.stage.elsewhere import elsewhere
+from penstock.stage.inference import refuse_inference_mode
 from penstock.stage.twins import compile_in_place
 
 _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
@@ -52,6 +53,9 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
         device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     ends = Ends.of(group, of_ranks.mesh, torch.device(device), beside=of_ranks.parallelize is not None)
     compare(request.options(model, of_ranks), ends)
+    given = [stage.submod for stage in made] if model is None else [model]
+    example = (request.args, request.of_model.example_kwargs)
+    ends.each("looking at the tensors of the model", lambda: refuse_inference_mode(given, example))
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)
