@@ -164,6 +164,16 @@ def test_a_function_says_which_labels_count() -> None:
     check(from_a_mapping, rows(LENGTH), {"labels": padded(LENGTH)})
 
 
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target)
+
+
+def test_a_function_may_have_the_name_of_what_it_calls() -> None:
+    """Its code names `cross_entropy`, an attribute of torch's module, and that is its own name too."""
+    assert depends_on_arguments_alone(cross_entropy)
+    check(cross_entropy, rows(), padded())
+
+
 def test_probabilities_count_by_rows() -> None:
     check(nn.CrossEntropyLoss(), rows(), torch.rand(ROWS, CLASSES, dtype=torch.float64).softmax(1))
 

@@ -31,37 +31,11 @@ def _tp(case: Case) -> bool:
     return int(case.mesh.get("tp", 1)) > 1
 
 
-def _even(case: Case) -> bool:
-    """Whether each microbatch's share of a batch is a power of two."""
-    power = case.microbatches & (case.microbatches - 1) == 0
-    return power and all(a["rows"] % case.microbatches == 0 for a in case.actions if "rows" in a)
-
-
 KNOWN: dict[str, Predicate] = {
     # A weight that is tied and tensor parallel: gradients are exchanged as if they were placed like the parameter.
     "ties under tensor parallelism": lambda case: _tp(case) and bool(case.ties),
-    # What an unsynced step left in the gradient of a tied weight is never averaged.
-    "no_sync with ties": lambda case: bool(case.ties) and case.does("unsynced"),
-    # The rerun inside of a checkpoint gets detached tensors from offloading, and defers nothing.
-    "offload of a checkpointed block under a split backward": lambda case: (
-        "checkpoint" in case.traits and "offload" in case.options and _splits(case)
-    ),
-    # An output with other strides becomes contiguous on its way, so the next stage draws another mask.
-    "random numbers after other strides": lambda case: (
-        "rng" in case.options and bool(case.traits & {"strides"}) and "random" in case.traits
-    ),
-    # The same: products in bfloat16 are rounded otherwise when what they read is laid out otherwise.
+    # An output becomes contiguous on its way, and products in bfloat16 are rounded by how what they read is laid out.
     "smaller types after other strides": lambda case: {"half", "strides"} <= case.traits,
-    # Microbatches weigh by their rows where they should by their labels.
-    "padded cross entropy": lambda case: case.loss == "padded",
-    # Factor times share is rounded to float32.
-    "GradScaler in float64": lambda case: bool(case.options.get("loss_scale")) and not _even(case),
-    # A stage without anything to train is left unsharded, the other holder's is not.
-    "frozen tied weight under FSDP": lambda case: (
-        bool(case.ties) and bool(case.frozen) and case.mesh.get("kind") == "fsdp"
-    ),
-    # Sizes that depend on data are None where cuts are weighed.
-    "capture of routed experts": lambda case: case.captured and "routed" in case.traits,
     # A conjugated output of a compiled stage.
     "complex numbers in compiled stages": lambda case: "complex" in case.traits and "compile" in case.options,
     # The parametrisation's buffers are written by evaluate when its parts are in two stages.

@@ -46,3 +46,28 @@ def test_a_share_of_the_batch_is_not_rounded_to_the_type_of_the_scale() -> None:
     pipe.step(x, target=y)
     expected = torch.autograd.grad(1024 * nn.functional.mse_loss(model(x), y), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-13, atol=0)
+
+
+class Scaled(nn.Module):
+    """Its first parameter is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.layer(x) * self.factor
+        return value
+
+
+def test_a_first_parameter_that_is_one_number_is_scaled_like_others() -> None:
+    """The flag of an overflow has one dimension, and was added to the gradient of the first parameter in place."""
+    module = Scaled()
+    stage = penstock.PipelineStage(module, 0, 1, "cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pipe = penstock.Pipeline(
+        stages=[stage], schedule="gpipe", loss_fn=nn.functional.mse_loss, microbatches=2, loss_scale=scaler
+    )
+    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    assert module.factor.grad is not None
+    assert torch.isfinite(module.factor.grad)

@@ -39,6 +39,7 @@ _ACTING = (
 )
 _LOSSES = "torch.nn.modules.loss"
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative; other types are compared with less precision
+_DEPTH = 4  # of functions that call one another
 _ROWS = 4  # of a microbatch, that a function is tried on
 
 
@@ -52,7 +53,7 @@ class LabelCall:
     reduction: str
 
 
-def depends_on_arguments_alone(function: object, depth: int = 4) -> bool:
+def depends_on_arguments_alone(function: object, callers: tuple[object, ...] = ()) -> bool:
     """True if the names in the code of a function show that calling it once more does nothing but compute.
 
     >>> depends_on_arguments_alone(lambda output, target: ((output - target) ** 2).sum())
@@ -63,38 +64,39 @@ def depends_on_arguments_alone(function: object, depth: int = 4) -> bool:
     """
     if isinstance(function, functools.partial):
         given = (*function.args, *function.keywords.values())
-        return depends_on_arguments_alone(function.func, depth) and all(_is_fixed(one, depth) for one in given)
-    if not isinstance(function, types.FunctionType) or depth == 0:
+        return depends_on_arguments_alone(function.func, callers) and all(_is_fixed(one, callers) for one in given)
+    if not isinstance(function, types.FunctionType) or len(callers) == _DEPTH:
         return False
-    if is_function_of_torch(function):
+    if is_function_of_torch(function) or function in callers:  # an attribute may have the name of the function itself
         return True
+    callers = (*callers, function)
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     try:
         values = [*(cell.cell_contents for cell in function.__closure__ or ()), *defaults]
     except ValueError:  # a cell without a value
         return False
     names = {name for code in _codes(function.__code__) for name in code.co_names}
-    return all(_is_fixed(one, depth) for one in values) and all(
-        _is_fixed(function.__globals__[name], depth)
+    return all(_is_fixed(one, callers) for one in values) and all(
+        _is_fixed(function.__globals__[name], callers)
         if name in function.__globals__
         else getattr(builtins, name, None) in _BUILTINS or _is_operator(name)
         for name in names
     )
 
 
-def _is_fixed(value: object, depth: int) -> bool:
+def _is_fixed(value: object, callers: tuple[object, ...]) -> bool:
     """Whether something that a function refers to is a constant, a function like it, or one of torch's losses."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return True
     if isinstance(value, tuple):
-        return all(_is_fixed(one, depth) for one in value)
+        return all(_is_fixed(one, callers) for one in value)
     if isinstance(value, types.ModuleType):
         return value in _MODULES
     if isinstance(value, nn.Module):
         return is_loss_of_torch(value) and not has_hooks(value)
     if type(value) is Tensor:
         return not value.requires_grad
-    return value is Tensor or depends_on_arguments_alone(value, depth - 1)
+    return value is Tensor or depends_on_arguments_alone(value, callers)
 
 
 def is_function_of_torch(function: object) -> bool:
@@ -221,7 +223,7 @@ def adds_up(
 def aside(function: Callable[..., Tensor], output: Value) -> Iterator[None]:
     """Call a function without a graph; random numbers, and the variables that it sets, are afterwards as they were."""
     random = RandomState(accelerators(torch.device("cpu"), list(tensors_in(output))))
-    variables = [*_variables(function, 4)]
+    variables = [*_variables(function, _DEPTH)]
     try:
         with torch.no_grad():
             yield

@@ -115,10 +115,11 @@ def overflow(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 @torch.no_grad()
 def spoil_if(flag: Tensor, gradients: Sequence[Tensor]) -> None:
     """Make a gradient infinite if the flag on the device is more than 0: a GradScaler then skips the step here too."""
-    if gradients:
-        first = to_local(gradients[0])
-        first = first._values() if first.is_sparse else first
-        first.add_(torch.where(flag > 0, math.inf, 0.0).to(first.device, first.dtype))
+    local = (to_local(grad) for grad in gradients)
+    values = (grad._values() if grad.is_sparse else grad for grad in local)
+    first = next((grad for grad in values if grad.numel()), None)  # the shard of a rank may be empty
+    if first is not None:
+        first.add_(torch.where(flag.reshape(()) > 0, math.inf, 0.0).to(first.device, first.dtype))
 
 
 @torch.no_grad()
