@@ -40,8 +40,6 @@ KNOWN: dict[str, Predicate] = {
     "complex numbers in compiled stages": lambda case: "complex" in case.traits and "compile" in case.options,
     # The parametrisation's buffers are written by evaluate when its parts are in two stages.
     "spectral norm that is captured": lambda case: case.captured and "spectral" in case.traits,
-    # Functions of torch.func meet the hooks that move saved tensors.
-    "torch.func with offload": lambda case: "func" in case.traits and "offload" in case.options,
     # The profile runs a forward again, and its sparse gradient cannot be measured.
     "sparse embedding with recompute": lambda case: "sparse" in case.traits and _again(case),
     # A hook that sets a number counts as looking on and is skipped in the second forward.

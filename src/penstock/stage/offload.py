@@ -14,7 +14,8 @@ keeps for all microbatches, the inputs and the outputs of the stage; and so do s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ from penstock.errors import StageError
 from penstock.stage.buffers import memory_of
 from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
 from penstock.stage.refill import PLAIN, changed_in_place
+
+_is_wrapped: Callable[[Tensor], bool] = (
+    torch._C._functorch.is_functorch_wrapped_tensor
+)  # by torch.func: it has no storage
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class Saved:
         self.recipes: list[_Recipe] = []  # of what may be moved, as long as it is here
 
     def pack(self, tensor: Tensor) -> Tensor | _Recipe:
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -151,5 +156,13 @@ def saving(module: nn.Module, inputs: Iterable[Tensor], *, threshold: int = THRE
     devices = {tensor.device.type for tensor in held}
     casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))
     saved = Saved(frozenset(map(memory_of, (*held, *inputs))), threshold, casts_stay=casts_stay)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        yield saved
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            yield saved
+    except RuntimeError as error:
+        if not re.search(r"torch\.func.* saved tensor hooks", str(error)):
+            raise
+        raise StageError(
+            "the forward calls torch.func.grad, vjp, jacrev or hessian, which torch does not allow while saved tensors are moved "
+            "away. Leave this stage out of offload=; recompute= can have it"
+        ) from error
