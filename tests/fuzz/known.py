@@ -32,8 +32,6 @@ def _tp(case: Case) -> bool:
 
 
 KNOWN: dict[str, Predicate] = {
-    # A weight that is tied and tensor parallel: gradients are exchanged as if they were placed like the parameter.
-    "ties under tensor parallelism": lambda case: _tp(case) and bool(case.ties),
     # An output becomes contiguous on its way, and products in bfloat16 are rounded by how what they read is laid out.
     "smaller types after other strides": lambda case: {"half", "strides"} <= case.traits,
     # A conjugated output of a compiled stage.
@@ -59,18 +57,6 @@ KNOWN: dict[str, Predicate] = {
     # What fully_shard gathers is moved away with what a forward saved, and cannot be freed then.
     "offload of captured stages under FSDP": lambda case: (
         case.captured and "offload" in case.options and case.mesh.get("kind") == "fsdp"
-    ),
-    # A captured stage without parameters does not know on which mesh to put a DTensor that arrives.
-    "captured stage without parameters under tensor parallelism": lambda case: (
-        case.captured and _tp(case) and any(set(case.blocks[a:b]) <= {"plain"} for a, b in case.bounds)
-    ),
-    # What a row-wise layer gives is still being summed up when its memory is handed to the line.
-    "stage by hand that ends with a row-wise layer": lambda case: (
-        not case.captured and _tp(case) and any(case.blocks[cut - 1] in ("wide", "embed") for cut in case.cuts)
-    ),
-    # The gradients of a captured model whose output is left sharded over its columns are twice what they should be.
-    "captured output that is sharded by columns": lambda case: (
-        case.captured and _tp(case) and case.blocks[-1] in ("linear", "layernorm", "head")
     ),
     # Where weight work is put off, the output of a linear layer is a view of a function of penstock's.
     "writes in place to a linear layer's output, offloaded, under a split backward": lambda case: (

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.misfits import takes
+from penstock.nest import map_tensors
 from penstock.stage.pipeline_stage import PipelineStage
 
 if TYPE_CHECKING:
@@ -31,6 +34,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 Held = TypeVar("Held", bound=Tensor)
+MEAN_LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "binary_cross_entropy_with_logits",
+    "huber_loss",
+    "huber_loss_backward",
+    "mse_loss",
+    "mse_loss_backward",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
+    "soft_margin_loss",
+    "soft_margin_loss_backward",
+)
 Parallelize = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 
 
@@ -68,6 +84,7 @@ def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mes
         return
     from torch.distributed.tensor import DTensor, Replicate
 
+    _gather_for_losses()
     names = tuple(name for name in mesh.mesh_dim_names or () if name not in ("dp", "pp"))
     beside = mesh[names] if len(names) > 1 else mesh[names[0]]
     known: dict[
@@ -77,6 +94,8 @@ def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mes
         tied = [own for own, _ in _by_names(stage.submod.named_parameters(remove_duplicate=False)) if len(own) > 1]
         stage.submod = parallelize(stage.submod, mesh) or stage.submod
         _check_tied(stage, tied)
+        if stage.get_mesh is None and not any(isinstance(one, DTensor) for one in stage.submod.parameters()):
+            stage.get_mesh = partial(_mesh_named, mesh, beside)  # no parameter tells on which mesh a DTensor is put
         if isinstance(stage.submod, StageModule):
             held = [
                 stage.submod.named_parameters(remove_duplicate=False),
@@ -87,6 +106,11 @@ def spread(stages: Iterable[PipelineStage], parallelize: Parallelize | None, mes
                     if id(value) not in known:
                         known[id(value)] = value, _placed(value, beside, *[Replicate()] * beside.ndim)
                     _put(stage.submod, own, known[id(value)][1])
+
+
+def _mesh_named(mesh: DeviceMesh, beside: DeviceMesh, names: tuple[str, ...], _: object) -> DeviceMesh:
+    """The part of a mesh that has these dimensions; all of it beside "dp" and "pp" if they are of none, or of another mesh."""
+    return mesh[names] if names and {*names} <= {*(mesh.mesh_dim_names or ())} else beside
 
 
 def _check_tied(stage: PipelineStage, tied: Iterable[Sequence[str]]) -> None:
@@ -101,17 +125,44 @@ def _check_tied(stage: PipelineStage, tied: Iterable[Sequence[str]]) -> None:
             )
 
 
-def whole_loss(loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize | None) -> Callable[..., Tensor] | None:
-    """The loss as a plain number, whatever the output is spread over."""
+def whole_loss(
+    loss_fn: Callable[..., Tensor] | None, parallelize: Parallelize | None, *, captured: bool
+) -> Callable[..., Tensor] | None:
+    """The loss as a plain number, whatever the output is spread over.
+
+    That of a captured model, whose placement torch found, is gathered first. That of a stage made by hand is as the user
+    placed it, for a loss that works on shards.
+    """
     if loss_fn is None or parallelize is None:
         return loss_fn
     from torch.distributed.tensor import DTensor
 
-    def loss(*args: object, **kwargs: object) -> Tensor:
-        found = loss_fn(*args, **kwargs)
-        return found.full_tensor() if isinstance(found, DTensor) else found
+    def whole(value: Tensor) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def loss(output: object, *args: object, **kwargs: object) -> Tensor:
+        return whole(loss_fn(map_tensors(whole, output) if captured else output, *args, **kwargs))
 
     return loss
+
+
+@cache
+def _gather_for_losses() -> None:
+    """Have torch gather the shards that a loss is taken of, wherever that is: in `loss_fn`, or inside of a model.
+
+    Of shards it takes the mean of each, and divides the gradient by the size of one: at two ranks it is twice what it should
+    be. Where shards differ in size, the loss is wrong as well.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def gathered(*args: object, **kwargs: object) -> list[tuple[list[object], list[object]]]:
+        inputs = [*args, *kwargs.values()]
+        return [([Replicate()], [Replicate() if hasattr(one, "placements") else None for one in inputs])]
+
+    register_sharding([getattr(torch.ops.aten, name).default for name in MEAN_LOSSES])(gathered)
+    _clear_sharding_prop_cache()  # or what was found for a loss before would stay
 
 
 def _by_names(named: Iterable[tuple[str, Held]]) -> list[tuple[list[str], Held]]:

@@ -98,7 +98,7 @@ class Pipeline(OwnStages):
         self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
-        self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize))
+        self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize, captured=not of_cut.made))
         self._loss_weights = LossWeights(loss_fn, of_steps.loss_weight, by_dimension_0=of_steps.cuts_rows)
         self.schedule = self._scheduled(self._built.plan)
         self._telling = Telling(self._ends, self._built.plan.placement)

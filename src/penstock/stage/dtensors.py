@@ -67,19 +67,24 @@ def layout_of(tensor: Tensor) -> DTensorLayout | None:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank holds, without its graph; any other tensor as it is."""
+    """The part of a DTensor that this rank holds, without its graph; any other tensor as it is, once it is there."""
     spread = _as_dtensor(tensor)
-    if spread is None:
-        return tensor
-    local: Tensor = spread.detach().to_local()  # type: ignore[attr-defined]  # it is still a DTensor
-    wait = getattr(local, "wait", None)  # it may be a collective under way
-    return local if wait is None else wait()
+    return _arrived(tensor if spread is None else spread.detach().to_local())  # type: ignore[attr-defined]  # still a DTensor
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The result of a collective, if that may still be under way: its memory is not there before; any other tensor as it is.
+
+    What torch's `RowwiseParallel` gives is one, and so is the gradient of what its `ColwiseParallel` takes.
+    """
+    wait = None if type(tensor) is Tensor else getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be spread over replicas, without its graph; they all call it."""
     spread = _as_dtensor(tensor)
-    return tensor.detach() if spread is None else spread.full_tensor().detach()
+    return _arrived(tensor.detach() if spread is None else spread.full_tensor().detach())
 
 
 def from_local(local: Tensor, layout: DTensorLayout, mesh: DeviceMesh | None) -> Tensor:
