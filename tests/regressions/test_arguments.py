@@ -83,7 +83,7 @@ def raw_errors(name: str, function: Callable[..., Any], *, tries: int) -> list[s
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_13_11_nonsense_is_named_by_every_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_is_named_by_every_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """43 of the public names let AttributeError, TypeError, KeyError or OverflowError out: "'str' object has no attribute
     'stage_index'" for a schedule without a stage."""
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_13_11_nonsense_is_named_by_every_function(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_13_11_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that the user's module does not take is the module's error, and comes as it is."""
     monkeypatch.chdir(tmp_path)
     pipe, _ = make()
@@ -127,14 +127,14 @@ def test_13_11_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pyte
         (lambda: penstock.batch.microbatch_sizes(4, 0), "0"),
     ],
 )
-def test_13_11_numbers_of_the_right_kind_that_are_none_of_the_plan(call: Callable[[], object], said: str) -> None:
+def test_numbers_of_the_right_kind_that_are_none_of_the_plan(call: Callable[[], object], said: str) -> None:
     """They were IndexError, StopIteration and AssertionError, or the last stage for -1, or another action for a large stage."""
     with pytest.raises(PenstockError) as raised:
         call()
     assert said in str(raised.value)
 
 
-def test_13_11_a_value_that_cannot_be_told_fails_on_every_rank() -> None:
+def test_a_value_that_cannot_be_told_fails_on_every_rank() -> None:
     """It was a TypeError of json's on its rank, and the others waited for that rank."""
 
     def rank(transport: LocalTransport) -> None:
@@ -146,7 +146,7 @@ def test_13_11_a_value_that_cannot_be_told_fails_on_every_rank() -> None:
     LocalWorld(2).run(rank)
 
 
-def test_13_11_numbers_without_end(tmp_path: Path) -> None:
+def test_numbers_without_end(tmp_path: Path) -> None:
     """`penstock search -v 99999999999999999999` was an OverflowError, and `penstock top` made a row for each of the ranks up to
     the one that a file named."""
     with pytest.raises(PlanError, match="at most 1,048,576 stages"):

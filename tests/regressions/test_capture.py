@@ -92,7 +92,7 @@ def loop(model: nn.Module, batch: dict[str, Tensor], count: int) -> list[Tensor]
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved1f1b"])
 @pytest.mark.parametrize("way", list(MultiUseParameterConfig))
-def test_4_tied_weights_stay_one(name: str, way: MultiUseParameterConfig) -> None:
+def test_tied_weights_stay_one(name: str, way: MultiUseParameterConfig) -> None:
     """Embedding and head became two parameters: each got half of the gradient, and they drifted apart step by step.
 
     Whether the weight is held by both stages or sent from one to the other, training is that of the unsplit model.
@@ -137,7 +137,7 @@ class Modes(nn.Module):
         return self.dropout(self.second(x))
 
 
-def test_5_train_and_eval_do_what_they_do_on_the_model() -> None:
+def test_train_and_eval_do_what_they_do_on_the_model() -> None:
     """Export writes the mode into the graph: dropout stayed on after .eval(), and batch norm went on counting.
 
     Batch norm in training means, as in a loop over the microbatches: normalised with the statistics of each microbatch,
@@ -170,7 +170,7 @@ def test_5_train_and_eval_do_what_they_do_on_the_model() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 8))
-def test_8_every_layer_lands_in_a_stage(count: int) -> None:
+def test_every_layer_lands_in_a_stage(count: int) -> None:
     """Seven layers over three stages: a balance by rounding lost the last layer, or made fewer stages than asked for."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
     pipe = pipeline(model, (torch.randn(2, 4),), num_stages=count)
@@ -180,7 +180,7 @@ def test_8_every_layer_lands_in_a_stage(count: int) -> None:
     assert all(len(list(pipe.get_stage_module(k).parameters())) for k in range(count))
 
 
-def test_16_a_rotary_model_runs_and_returns_its_own_class() -> None:
+def test_a_rotary_model_runs_and_returns_its_own_class() -> None:
     """Llama and its kin could be traced, and then failed: the rotary table, made in stage 0, was used by every layer.
 
     Those that ran returned a bare tuple, and a cache in the output (the default) stopped the others.
@@ -212,7 +212,7 @@ def test_16_a_rotary_model_runs_and_returns_its_own_class() -> None:
 
 
 @pytest.mark.parametrize("rows", [6, 7, 5])
-def test_17_labels_and_masks_go_to_the_stage_that_reads_them(rows: int) -> None:
+def test_labels_and_masks_go_to_the_stage_that_reads_them(rows: int) -> None:
     """A model called with labels= could not be pipelined: only the first stage was given the arguments of the step.
 
     The same call on every rank; the model's own loss is found though a number stands before it, and an uneven batch,
@@ -258,7 +258,7 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_19_skip_connections_with_several_stages_on_a_rank(name: str) -> None:
+def test_skip_connections_with_several_stages_on_a_rank(name: str) -> None:
     """Refused by every schedule with several stages on a rank; values used by several later stages were sent to one."""
     torch.manual_seed(0)
     model = Skipping().double()
@@ -277,7 +277,7 @@ def test_19_skip_connections_with_several_stages_on_a_rank(name: str) -> None:
     torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-13)
 
 
-def test_19_a_gradient_that_another_stage_of_the_rank_has_added_is_kept() -> None:
+def test_a_gradient_that_another_stage_of_the_rank_has_added_is_kept() -> None:
     """Stages 1 and 3 sit on one rank and read the same value. When stage 1 also sent one of its own weights away, its
     split backward set the value's gradient instead of adding to it, and what stage 3 had added was lost, silently.
     """
@@ -312,7 +312,7 @@ def test_19_a_gradient_that_another_stage_of_the_rank_has_added_is_kept() -> Non
     torch.testing.assert_close(found[1], reference.first.weight.grad, rtol=1e-10, atol=1e-13)
 
 
-def test_20_a_model_can_be_captured_again_and_adjacent_marks_lose_nothing() -> None:
+def test_a_model_can_be_captured_again_and_adjacent_marks_lose_nothing() -> None:
     """Marks were put in by replacing the forwards of the user's modules: a second call recursed without end. Of two
     adjacent marks (the end of a layer, the beginning of the next) one stage vanished.
     """
@@ -330,7 +330,7 @@ def test_20_a_model_can_be_captured_again_and_adjacent_marks_lose_nothing() -> N
         pipeline(model, (x,), split_spec={"0": SplitPoint.END, "1": SplitPoint.BEGINNING})
 
 
-def test_21_a_model_that_fits_nowhere_is_trained_stage_by_stage() -> None:
+def test_a_model_that_fits_nowhere_is_trained_stage_by_stage() -> None:
     """The whole model had to be built on every rank before it could be cut. Here nobody ever has all of it: it is traced
     on the meta device, and each rank gives memory to its own stages alone.
     """
@@ -380,7 +380,7 @@ def test_a_microbatch_of_one_row() -> None:
         torch.testing.assert_close(torch.stack(losses), torch.stack(loop(model, given, 3)))
 
 
-def test_5_a_model_captured_in_evaluation_trains_though_it_is_cut_before_a_batch_norm() -> None:
+def test_a_model_captured_in_evaluation_trains_though_it_is_cut_before_a_batch_norm() -> None:
     """In training a batch norm counts its batches before it normalizes. With the cut between the two, the stage before it was to
     add to a count that it does not have, and switching to training was an error."""
     torch.manual_seed(0)
@@ -405,7 +405,7 @@ class TakesTarget(nn.Module):
         return {"loss": nn.functional.mse_loss(self.last(self.first(x)), target)}
 
 
-def test_17_an_argument_called_target_is_given_by_its_place() -> None:
+def test_an_argument_called_target_is_given_by_its_place() -> None:
     """The error asked to pass the argument that the call did have: `step` had taken it for itself."""
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     stage = pipeline(TakesTarget(), (x[:2], y[:2]), num_stages=1).build_stage(0, "cpu")

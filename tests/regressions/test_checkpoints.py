@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("kind", ["simple", "twisted"])
-def test_13_1_a_checkpoint_runs_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_checkpoint_runs_nothing(tmp_path: Path, kind: str) -> None:
     """A list of contents could run code: it was unpickled twice, by names that were looked at. Pickle's BUILD on one of these,
     torch's `_get_layout`, replaced a cache of torch's, so that a tensor of the first reading was bytes at the second, and torch
     unpickled the bytes as they were."""
@@ -58,7 +58,7 @@ def test_13_1_a_checkpoint_runs_nothing(tmp_path: Path, kind: str) -> None:
     assert getattr(torch.serialization._get_layout, "cache", {}) == layouts
 
 
-def test_13_1_a_manifest_opens_nothing_outside_its_folder(tmp_path: Path) -> None:
+def test_a_manifest_opens_nothing_outside_its_folder(tmp_path: Path) -> None:
     """A relative of it: the files that torch's list names were opened wherever they were."""
     place = tmp_path / "checkpoint"
     make()[0].save(place)
@@ -71,7 +71,7 @@ def test_13_1_a_manifest_opens_nothing_outside_its_folder(tmp_path: Path) -> Non
             Manifest.loads(json.dumps({"format": 2, "digest": digest, "checkpoint": facts}).encode())
 
 
-def test_13_2_a_part_that_is_damaged_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+def test_a_part_that_is_damaged_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
     """That rank raised, the others went on with what they had read; after falling back to an older checkpoint the ranks
     were at different steps, silently."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -93,7 +93,7 @@ def test_13_2_a_part_that_is_damaged_on_one_rank_changes_nothing_on_any(tmp_path
     assert LocalWorld(2).run(run) == [(1, 1), (1, 1)]
 
 
-def test_13_2_ranks_that_see_different_checkpoints_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_see_different_checkpoints_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts with a folder of the same name each: every rank read its own, and none compared."""
     place = tmp_path / "checkpoint"
     saved(place)
@@ -119,7 +119,7 @@ def flip(file: Path, position: int) -> None:
     file.write_bytes(data)
 
 
-def test_13_2_flips_and_cuts_of_every_file_are_found_or_harmless(tmp_path: Path) -> None:
+def test_flips_and_cuts_of_every_file_are_found_or_harmless(tmp_path: Path) -> None:
     """A flipped bit in the values was loaded as it was; a file that was cut off was an error of torch's on one rank."""
     place, broken = tmp_path / "checkpoint", tmp_path / "broken"
     saved(place)
@@ -203,7 +203,7 @@ class FailingDisk(Disk):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_13_2_a_disk_that_fails_at_any_act_is_told_to_every_rank(
+def test_a_disk_that_fails_at_any_act_is_told_to_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     """A full disk was a CaptureError on one rank and torch's CheckpointException, which is no Exception, on another."""
@@ -299,7 +299,7 @@ for ranks, wait, stride in ((1, True, 1), (2, True, 7), (2, False, 7)):
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_13_2_killed_at_any_act_of_a_save_the_last_whole_one_is_there(tmp_path: Path) -> None:
+def test_killed_at_any_act_of_a_save_the_last_whole_one_is_there(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
@@ -375,7 +375,7 @@ def run_and_resume(folder: str) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.xdist_group("gloo")
-def test_13_2_resuming_is_bitwise(gloo_pool: GlooPool, tmp_path: Path) -> None:
+def test_resuming_is_bitwise(gloo_pool: GlooPool, tmp_path: Path) -> None:
     """Dropout of torch's own generator, the scheduler and the scaler began anew, so a resumed run was another run."""
     for equal, scaler, position, rate in gloo_pool.run(2, run_and_resume, str(tmp_path / "checkpoint")):
         assert equal
@@ -384,7 +384,7 @@ def test_13_2_resuming_is_bitwise(gloo_pool: GlooPool, tmp_path: Path) -> None:
         assert rate != 0.01
 
 
-def test_13_2_several_are_kept_and_the_last_whole_one_is_taken(tmp_path: Path) -> None:
+def test_several_are_kept_and_the_last_whole_one_is_taken(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     def write(transport: LocalTransport) -> None:
@@ -409,7 +409,7 @@ def test_13_2_several_are_kept_and_the_last_whole_one_is_taken(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-def test_13_2_ranks_with_different_errors_go_the_same_way(tmp_path: Path, damaged: int) -> None:
+def test_ranks_with_different_errors_go_the_same_way(tmp_path: Path, damaged: int) -> None:
     """One rank found its part damaged and went on to the older checkpoint; the other one raised what was wrong there."""
     place = tmp_path / "checkpoint"
 
@@ -436,7 +436,7 @@ def test_13_2_ranks_with_different_errors_go_the_same_way(tmp_path: Path, damage
     assert all(("step-1" in text) == (damaged == 0) for text in texts), texts
 
 
-def test_13_2_a_state_that_is_refused_on_one_rank_changes_nothing(tmp_path: Path) -> None:
+def test_a_state_that_is_refused_on_one_rank_changes_nothing(tmp_path: Path) -> None:
     class Picky(Loader):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             if state["position"] == 7:
@@ -465,7 +465,7 @@ def test_13_2_a_state_that_is_refused_on_one_rank_changes_nothing(tmp_path: Path
     assert LocalWorld(2).run(read) == [0, 0]
 
 
-def test_13_2_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     """`save` renamed whatever had the name, and deleted it: `pipe.save("results")` lost the results."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "thesis.txt").write_text("years of work")
@@ -478,7 +478,7 @@ def test_13_2_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> 
     assert penstock.load(tmp_path / "empty").model.keys() == pipe.state_dict().keys()
 
 
-def test_13_2_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     """The state of one kind went into another, whose next step was a KeyError; one that was not saved began anew, silently."""
     place = tmp_path / "checkpoint"
     pipe, adam = make()
@@ -572,7 +572,7 @@ def test_tensors_are_copied_by_dcps_stager_and_all_ranks_hear_if_it_cannot(tmp_p
     assert penstock.load(place).step == 2  # the last whole one
 
 
-def test_13_2_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
+def test_an_expanded_buffer_is_filled(tmp_path: Path) -> None:
     """Torch refuses to copy into it: that was raised as it was, in the middle, when the parameters were those of the file."""
 
     class Expanded(nn.Module):
@@ -620,7 +620,7 @@ def _forged_random(facts: dict[str, Any], place: Path, state: Any) -> None:
         ("random", {"torch": {"~": "tensor", "is": ["uint8", [5], "AAAA"]}}),
     ],
 )
-def test_13_2_what_cannot_be_taken_is_found_before_anything_is_changed(tmp_path: Path, what: str, value: Any) -> None:
+def test_what_cannot_be_taken_is_found_before_anything_is_changed(tmp_path: Path, what: str, value: Any) -> None:
     """The options of the optimizer and the random state were set last. What torch refused was raw, and the tensors were
     those of the checkpoint by then."""
     place = tmp_path / "checkpoint"
@@ -644,7 +644,7 @@ def test_13_2_what_cannot_be_taken_is_found_before_anything_is_changed(tmp_path:
     assert optimizer.param_groups[0]["params"]
 
 
-def test_13_2_more_groups_than_were_saved_are_refused(tmp_path: Path) -> None:
+def test_more_groups_than_were_saved_are_refused(tmp_path: Path) -> None:
     """The second group kept the rate that it was made with, silently."""
     place = tmp_path / "checkpoint"
     saved(place, ranks=1)

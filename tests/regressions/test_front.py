@@ -40,7 +40,7 @@ def by_hand(transport: LocalTransport, module: nn.Module, **options: Any) -> pen
     return penstock.Pipeline(stages=[stage], **settings)
 
 
-def test_13_3_evaluation_leaves_frozen_modules_frozen() -> None:
+def test_evaluation_leaves_frozen_modules_frozen() -> None:
     """`evaluate` and `predict` called train() on the whole stage afterwards: a batch norm that the user had frozen moved its
     statistics from the next step on."""
 
@@ -64,7 +64,7 @@ def test_13_3_evaluation_leaves_frozen_modules_frozen() -> None:
     assert LocalWorld(2).run(run) == [[True, True, False, True]] * 2
 
 
-def test_13_3_captured_stages_go_back_to_training() -> None:
+def test_captured_stages_go_back_to_training() -> None:
     tokens, labels = words()
     pipe = penstock.Pipeline(make_model(dropout=0.5), (tokens,), loss_fn=loss_fn, microbatches=4, profile=False)
     first = pipe.evaluate(tokens, target=labels).loss
@@ -85,7 +85,7 @@ class PartlyFrozen(nn.Module):
         return self.last(self.dropout(self.norm(self.first(x))))
 
 
-def test_13_3_and_frozen_parts_of_captured_ones_stay_frozen() -> None:
+def test_frozen_parts_of_captured_stages_stay_frozen() -> None:
     """After an evaluation the graph of a model that trains as a whole took the place of the captured one: dropout that the user
     had switched off was on again, and a frozen batch norm was an error. Sizes traced later were traced in evaluation mode."""
     x, y = batch(0)
@@ -102,7 +102,7 @@ def test_13_3_and_frozen_parts_of_captured_ones_stay_frozen() -> None:
 
 
 @pytest.mark.parametrize("profile", [None, False])
-def test_13_5_another_model_on_one_rank_is_refused(profile: Any) -> None:
+def test_another_model_on_one_rank_is_refused(profile: Any) -> None:
     """With 4 layers on one rank and 6 on another the ranks trained something that was no model at all."""
 
     def run(transport: LocalTransport) -> str:
@@ -118,7 +118,7 @@ def test_13_5_another_model_on_one_rank_is_refused(profile: Any) -> None:
 
 
 @pytest.mark.parametrize("other", ["width", "type", "tie", "buffer", "rows"])
-def test_13_5_and_so_is_one_that_differs_in_a_detail(other: str) -> None:
+def test_a_model_that_differs_in_a_detail(other: str) -> None:
     def run(transport: LocalTransport) -> None:
         model = make_model(tied=other == "tie" and transport.rank == 1)
         tokens = words(rows=8)[0]
@@ -140,7 +140,7 @@ def test_13_5_and_so_is_one_that_differs_in_a_detail(other: str) -> None:
     LocalWorld(2).run(run)
 
 
-def test_13_7_a_target_without_a_loss_is_said() -> None:
+def test_a_target_without_a_loss_is_said() -> None:
     """`step(x, target=y)` without a loss gave no gradients and no error."""
 
     def run(transport: LocalTransport) -> None:
@@ -156,7 +156,7 @@ def test_13_7_a_target_without_a_loss_is_said() -> None:
     LocalWorld(2).run(run)
 
 
-def test_13_8_evaluating_different_rows_harms_nothing() -> None:
+def test_evaluating_different_rows_harms_nothing() -> None:
     """Ranks with fewer rows than microbatches took another plan than the others; their messages met the wrong receives, and
     nothing worked afterwards."""
 
@@ -178,7 +178,7 @@ def test_13_8_evaluating_different_rows_harms_nothing() -> None:
     assert first == second
 
 
-def test_13_6_a_row_of_the_target_does_not_count_for_several_of_the_output() -> None:
+def test_a_row_of_the_target_does_not_count_for_several_of_the_output() -> None:
     """Half as many rows in the target as in the input, and one in each microbatch: the loss was broadcast, and wrong."""
 
     def run(transport: LocalTransport) -> float | None:
@@ -193,7 +193,7 @@ def test_13_6_a_row_of_the_target_does_not_count_for_several_of_the_output() -> 
     assert first == second
 
 
-def test_13_12_what_all_ranks_do_together_is_refused_inside_a_step() -> None:
+def test_what_all_ranks_do_together_is_refused_inside_a_step() -> None:
     """Clipping in a hook sent messages among those of the step, which the others took for theirs."""
 
     def run(transport: LocalTransport) -> tuple[list[str], float | None]:
@@ -268,7 +268,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("options", "words"), WRONG, ids=[str(sorted(one)[0]) + str(i) for i, (one, _) in enumerate(WRONG)]
 )
-def test_13_11_a_wrong_option_is_named_before_any_work(options: dict[str, Any], words: str) -> None:
+def test_a_wrong_option_is_named_before_any_work(options: dict[str, Any], words: str) -> None:
     """A misspelt option was reported by another class, after the model had been captured and measured."""
 
     class Untouched(nn.Module):
@@ -279,7 +279,7 @@ def test_13_11_a_wrong_option_is_named_before_any_work(options: dict[str, Any], 
         penstock.Pipeline(**settings)
 
 
-def test_13_11_an_unknown_option_is_an_unknown_name() -> None:
+def test_an_unknown_option_is_an_unknown_name() -> None:
     with pytest.raises(UnknownNameError, match="did you mean"):
         penstock.Pipeline(nn.Linear(1, 1), (torch.ones(1, 1),), shedule="1f1b")
 
@@ -301,7 +301,7 @@ def test_13_11_an_unknown_option_is_an_unknown_name() -> None:
         (lambda pipe, x, y: pipe.clip_grad_norm_(1.0, norm_type=0), "norm_type=0"),
     ],
 )
-def test_13_11_calls_that_cannot_be_say_what_to_write(
+def test_calls_that_cannot_be_say_what_to_write(
     call: Callable[..., Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -310,7 +310,7 @@ def test_13_11_calls_that_cannot_be_say_what_to_write(
         call(pipe, *batch(0))
 
 
-def test_13_11_no_rows_are_no_microbatches() -> None:
+def test_no_rows_are_no_microbatches() -> None:
     """The advice for an empty batch was "use at most 1 microbatches"."""
     with pytest.raises(SplitError, match="the batch has no rows"):
         microbatch_sizes(0, 4)
@@ -327,7 +327,7 @@ JSON = st.recursive(
 
 
 @given(data=st.data(), value=JSON)
-def test_13_11_any_profile_is_read_or_refused(data: st.DataObject, value: Any) -> None:
+def test_any_profile_is_read_or_refused(data: st.DataObject, value: Any) -> None:
     whole = Profile((LayerCost("a", 1.0, output_bytes=8, shared=frozenset({"w"})), LayerCost("b", 2.0)), {"w": 8}, (4,))
     body = json.loads(whole.dumps())
     target: Any = body
@@ -342,7 +342,7 @@ def test_13_11_any_profile_is_read_or_refused(data: st.DataObject, value: Any) -
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "3", "[]", '{"format": 3}'])
-def test_13_11_what_a_run_left_behind_may_be_damaged(tmp_path: Path, text: str) -> None:
+def test_what_a_run_left_behind_may_be_damaged(tmp_path: Path, text: str) -> None:
     """JSONDecodeError, AttributeError and KeyError came out of files that had been cut off."""
     for name in ("options.json", "report.json"):
         (tmp_path / name).write_text(text)
@@ -358,16 +358,14 @@ def test_13_11_what_a_run_left_behind_may_be_damaged(tmp_path: Path, text: str) 
 
 
 @given(st.dictionaries(st.sampled_from(["ranks", "schedule", "stages", "resume", "learning_rate", "what"]), JSON))
-def test_13_11_any_options_are_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
-) -> None:
+def test_any_options_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> None:
     file = tmp_path_factory.getbasetemp() / "options.json"
     file.write_text(json.dumps(options))
     with suppress(PenstockError):
         TrainOptions.of_file(file)
 
 
-def test_13_13_a_plan_file_is_bounded(tmp_path: Path) -> None:
+def test_a_plan_file_is_bounded(tmp_path: Path) -> None:
     """A plan file of 118 MB took 3.6 GB and more than 200 s."""
     file = tmp_path / "plan.csv"
     file.write_text("0F0,0B0\n")

@@ -27,7 +27,7 @@ def count_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_1_split_backward_fires_gradient_hooks(name: str) -> None:
+def test_split_backward_fires_gradient_hooks(name: str) -> None:
     """DDP reduces in hooks of the parameters. A split backward that wrote `.grad` itself fired none: replicas trained
     apart, without an error."""
     modules = make_modules(count_of(name))
@@ -42,7 +42,7 @@ def test_1_split_backward_fires_gradient_hooks(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*SPLIT, "1f1b", "gpipe"])
 @pytest.mark.parametrize("frozen", ["prefix", "middle", "suffix", "all but one"])
-def test_2_frozen_layers_leave_the_others_their_gradients(name: str, frozen: str) -> None:
+def test_frozen_layers_leave_the_others_their_gradients(name: str, frozen: str) -> None:
     """Whether a stage has an input gradient was decided by its position. With a frozen embedding the first trainable
     stage got no gradient at all, or a wrong one."""
     modules = make_modules(2 if name in ("zb-h1", "1f1b", "gpipe") else 4)
@@ -62,7 +62,7 @@ def test_2_frozen_layers_leave_the_others_their_gradients(name: str, frozen: str
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zbv"])
-def test_3_accumulated_steps_add_up(name: str) -> None:
+def test_accumulated_steps_add_up(name: str) -> None:
     """`.grad` was divided by the number of microbatches after each step, and so was what stood in it before: three
     accumulated steps weighed 1 : 1.5 : 1.75. An evaluation divided once more."""
     modules = make_modules(2 if name == "gpipe" else 4)
@@ -79,7 +79,7 @@ def test_3_accumulated_steps_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_3_means_sums_and_token_weights_each_have_an_exact_way(scale: bool) -> None:
+def test_means_sums_and_token_weights_each_have_an_exact_way(scale: bool) -> None:
     """A mean over rows: `scale_grads`. A sum, or a loss that weighs by tokens: as it is, with `scale_grads=False`."""
     modules = make_modules(2)
     x, y = batch(7)
@@ -104,7 +104,7 @@ def test_3_means_sums_and_token_weights_each_have_an_exact_way(scale: bool) -> N
     assert close(got, grads_of(modules))
 
 
-def test_6_things_that_are_no_batch_are_not_cut() -> None:
+def test_things_that_are_no_batch_are_not_cut() -> None:
     """A (sequence, width) table of positions was cut like a batch, because it had as many rows as microbatches."""
 
     class Positions(nn.Module):
@@ -123,7 +123,7 @@ def test_6_things_that_are_no_batch_are_not_cut() -> None:
     assert all("Replicate()" in text for text in texts)
 
 
-def test_7_a_shorter_message_is_not_received_into_a_longer_buffer() -> None:
+def test_a_shorter_message_is_not_received_into_a_longer_buffer() -> None:
     """Receive buffers were made for the first batch. A shorter one left stale rows in them, which were computed on."""
     modules = make_modules(3)
     model = nn.Sequential(*modules)
@@ -137,7 +137,7 @@ def test_7_a_shorter_message_is_not_received_into_a_longer_buffer() -> None:
         assert torch.allclose(output, model(batch(rows)[0]), rtol=1e-14)
 
 
-def test_9_the_loss_of_microbatches_of_different_size() -> None:
+def test_the_loss_of_microbatches_of_different_size() -> None:
     """The plain mean of the losses of 3, 2 and 2 rows is not the loss of 7 rows."""
     modules = make_modules(2)
     x, y = batch(7)
@@ -149,7 +149,7 @@ def test_9_the_loss_of_microbatches_of_different_size() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_13_a_schedule_survives_a_failed_step(name: str) -> None:
+def test_a_schedule_survives_a_failed_step(name: str) -> None:
     """State of a microbatch was spread over objects and never reset: after one exception every later step failed."""
     modules = make_modules(2 if name == "1f1b" else 4)
     x, y = batch(8)
@@ -167,7 +167,7 @@ def test_13_a_schedule_survives_a_failed_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SPLIT, "gpipe"])
-def test_14_outputs_that_are_views_or_not_contiguous(name: str) -> None:
+def test_outputs_that_are_views_or_not_contiguous(name: str) -> None:
     """A view could not be detached in place, a transposed tensor could not be sent."""
 
     class View(nn.Module):
@@ -187,7 +187,7 @@ def test_14_outputs_that_are_views_or_not_contiguous(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved1f1b", "interleavedzerobubble", "zbv", "dualpipev", "v-min"])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 7])
-def test_15_any_number_of_microbatches(name: str, num_microbatches: int) -> None:
+def test_any_number_of_microbatches(name: str, num_microbatches: int) -> None:
     """Fewer microbatches than stages, or no multiple of the number of ranks, were refused."""
     modules = make_modules(4 if name == "1f1b" else 8)
     x, y = batch(7)
@@ -195,7 +195,7 @@ def test_15_any_number_of_microbatches(name: str, num_microbatches: int) -> None
     assert close(grads_of(modules), loop_grads(modules, x, y, num_microbatches))
 
 
-def test_18_nests_constants_and_dict_targets_cross() -> None:
+def test_nests_constants_and_dict_targets_cross() -> None:
     """Only tuples of tensors with gradients could cross; a dict as the target was refused."""
 
     class First(nn.Module):
@@ -227,7 +227,7 @@ def test_18_nests_constants_and_dict_targets_cross() -> None:
 
 
 @pytest.mark.parametrize("name", ["zbv", "interleavedzerobubble"])
-def test_22_checkpoints_recompute_once_with_a_split_backward(name: str) -> None:
+def test_checkpoints_recompute_once_with_a_split_backward(name: str) -> None:
     """The input pass recomputed the stage, and the weight pass did it again."""
 
     class Checkpointed(nn.Module):
@@ -250,7 +250,7 @@ def test_22_checkpoints_recompute_once_with_a_split_backward(name: str) -> None:
     assert close(grads_of(list(modules)), loop_grads(list(modules), x, y, 4))
 
 
-def test_27_nothing_waits_for_the_garbage_collector() -> None:
+def test_nothing_waits_for_the_garbage_collector() -> None:
     """Reference cycles kept the activations of a step alive until the collector ran, at the worst time."""
     modules = make_modules(4)
     seen: list[weakref.ref[Tensor]] = []
@@ -271,7 +271,7 @@ def test_27_nothing_waits_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_28_finding_shapes_does_not_run_the_model() -> None:
+def test_finding_shapes_does_not_run_the_model() -> None:
     """The model ran on zeros first: batch norm counted them, dropout moved the random state, integers were garbage."""
 
     class Counting(nn.Module):
@@ -294,7 +294,7 @@ def test_28_finding_shapes_does_not_run_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zbv", "dualpipev"])
-def test_30_evaluation_with_another_batch_size(name: str) -> None:
+def test_evaluation_with_another_batch_size(name: str) -> None:
     """Evaluation ran the training schedule over buffers of the training batch; with V placements it crashed."""
     modules = make_modules(2 if name == "gpipe" else 4)
     model = nn.Sequential(*modules)
@@ -310,7 +310,7 @@ def test_30_evaluation_with_another_batch_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("names", [("gpipe", "zb-h1", "1f1b"), ("zbv", "dualpipev", "interleaved1f1b")])
-def test_32_dropout_does_not_depend_on_the_schedule(names: tuple[str, ...]) -> None:
+def test_dropout_does_not_depend_on_the_schedule(names: tuple[str, ...]) -> None:
     """Each schedule draws random numbers in another order, so no two of them agreed, nor with a single process."""
     torch.manual_seed(0)
     count = 2 if names[0] == "gpipe" else 4
@@ -328,7 +328,7 @@ def test_32_dropout_does_not_depend_on_the_schedule(names: tuple[str, ...]) -> N
     assert close(found[0], found[2])
 
 
-def test_33_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams, events and seeds of CUDA were taken for granted; later, that a pipeline uses the GPU of its machine."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

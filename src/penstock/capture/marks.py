@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -223,7 +223,8 @@ def watching_calls() -> Iterator[None]:
     tracer = threading.get_ident()
     original = Function.__dict__["apply"]
     unwrap = functorch_utils.unwrap_dead_wrappers
-    checkpointed, register_hook = checkpoints._checkpoint_without_reentrant_generator, Tensor.register_hook
+    checkpointed = checkpoints._checkpoint_without_reentrant_generator
+    register_hook: Callable[..., object] = Tensor.register_hook
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
         if threading.get_ident() != tracer:
