@@ -21,6 +21,7 @@ from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, prefixes_of, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
+from penstock.front.sharing import Sharing
 from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.run.ties import Holders, Tied, declared, holders_of
@@ -57,6 +58,7 @@ class OwnStages:
     num_replicas: int  # how many data-parallel copies of the pipeline there are
     is_first: bool  # whether this is the rank that writes files and speaks for all
     transport: Transport  # messages between the ranks of this pipeline
+    _sharing: Sharing
 
     def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Tied | Holders]) -> None:
         self._built, self._ends, self._origin = built, ends, origin
@@ -143,6 +145,8 @@ class OwnStages:
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
         copy_state(self.tensors, state, strict=strict)
+        if strict:
+            self._sharing.renew()
 
     @one_call
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:

@@ -27,11 +27,13 @@ from penstock.front.grouping import FewRows, StepBatch
 from penstock.front.loading import load_into, take_weights
 from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
+from penstock.front.names import stage_tensors
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
 from penstock.front.replan import Replanner, calibrated, check_rounds, recut
 from penstock.front.saving import Saving, prepare, save
+from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import recompute_rank
@@ -93,6 +95,7 @@ class Pipeline(OwnStages):
         check_named(example, loss_fn, schedule, microbatches)
         # Without the model, whose memory is the user's.
         request = Request(nn.Module(), tuple(example), loss_fn, schedule, microbatches, of_model, of_cut, of_steps)
+        given = parameters_of(not of_cut.made and model)
         built, ends = assemble(model, request, of_ranks)
         super().__init__(built, ends, Origin() if model is None or of_cut.made else Origin.of(model), of_steps.ties)
         self._request = replace(request, of_model=replace(of_model, weights=None))
@@ -113,6 +116,8 @@ class Pipeline(OwnStages):
         self._lineage = Lineage.new()  # of the last checkpoint
         if of_cut.made and of_model.weights is not None:
             take_weights(self.tensors, self._ends, of_model.weights)
+        own = stage_tensors(self._built, self._ends, self._ties, self._prefixes)
+        self._sharing = Sharing(given, own.all_parameters(), self.transport)
         self._few_rows = FewRows(self.schedule, self._ends, allowed=of_steps.few_rows, specs=of_steps.batch_specs)
 
     @property
@@ -330,6 +335,7 @@ class Pipeline(OwnStages):
         """
         companions = self._companions(optimizer, scheduler, data)
         loaded, lineage = load_into(folder, self.tensors, self._ends, companions, or_older=or_older)
+        self._sharing.renew()
         self._lineage = lineage.gone_on()
         self.schedule.steps = loaded.step
         return dict(loaded.extra)
@@ -426,7 +432,7 @@ class Pipeline(OwnStages):
                 self.schedule.check_call(name, target, loss_kwargs)
         except RunError as error:
             return error
-        return None
+        return self._sharing.refusal(f"{name}()")
 
     def _evaluated(
         self, args: tuple[Value, ...], kwargs: Mapping[str, Value], problem: RunError | None, given: Mapping[str, Value]
