@@ -58,12 +58,14 @@ class Held(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._count(tensor.untyped_storage(), args)
+                for part in _dense(tensor):
+                    self._count(part.untyped_storage(), args)
         return result
 
     def _count(self, storage: torch.UntypedStorage, args: Arguments) -> None:
         key = storage._cdata
-        given = (value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor))
+        tensors = (part for value in args if isinstance(value, torch.Tensor) for part in _dense(value))
+        given = (tensor.untyped_storage()._cdata for tensor in tensors)
         if key in self._seen or key in given:  # known, or a view or an update of what was there before
             return
         size = storage.nbytes()
@@ -75,6 +77,13 @@ class Held(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with memory of their own that a tensor consists of: of a sparse one its indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,) if tensor.layout is torch.strided else ()
 
 
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory")  # of allocators that raise RuntimeError

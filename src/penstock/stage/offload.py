@@ -15,7 +15,7 @@ keeps for all microbatches, the inputs and the outputs of the stage; and so do s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,10 +26,6 @@ from penstock.errors import StageError
 from penstock.stage.buffers import memory_of
 from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
 from penstock.stage.refill import PLAIN, changed_in_place
-
-_is_wrapped: Callable[[Tensor], bool] = (
-    torch._C._functorch.is_functorch_wrapped_tensor
-)  # by torch.func: it has no storage
 
 
 @dataclass(slots=True)
@@ -95,10 +91,10 @@ class Saved:
         self.recipes: list[_Recipe] = []  # of what may be moved, as long as it is here
 
     def pack(self, tensor: Tensor) -> Tensor | _Recipe:
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
-            return tensor
+        address = memory_of(tensor)
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not address:
+            return tensor  # what torch.func wraps has no memory of its own
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
         if address in self.staying or storage.nbytes() < self.threshold or self._held_anyway(tensor):
             return _Recipe(tensor, None)
         block = self.blocks.get(address)
