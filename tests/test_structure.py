@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import nn
 import penstock
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import Transport
+from penstock.front import sharing
 from penstock.run.channel import Channel
 from penstock.run.program import Program
 from tests.gloo_pool import GlooPool
@@ -127,7 +129,8 @@ def _counted_step(transport: Transport) -> tuple[int, set[str], int]:
     return max(probe.frames), files, min(counts)
 
 
-def test_the_path_of_a_step_does_not_get_longer() -> None:
+def test_the_path_of_a_step_does_not_get_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_LIVING", weakref.WeakSet())  # pipelines of other tests may still live
     found = penstock.LocalWorld(2).run(_counted_step)
     assert max(frames for frames, _, _ in found) <= FRAMES
     assert len(set().union(*(files for _, files, _ in found))) <= FILES

@@ -291,7 +291,8 @@ def _changes_rows(case: Case) -> bool:
 def _some_action(dice: Random, case: Case, run: str, train: Any) -> list[dict[str, Any]]:
     """One thing that users do between steps."""
     in_backward = case.optimizer == "backward"
-    clip = {"do": "clip", "norm": dice.choice((0.5, 1.0, 2.0, 2.0, 3.0, float("inf"))), "max": dice.choice((0.1, 1.0))}
+    # Norms below 1 have tests of their own: the root of a gradient that is 0 but for rounding is no number to compare.
+    clip = {"do": "clip", "norm": dice.choice((1.0, 1.0, 2.0, 2.0, 3.0, float("inf"))), "max": dice.choice((0.1, 1.0))}
     optimize: list[dict[str, Any]] = [] if in_backward else [{"do": "optimize"}]
     wrapped = case.mesh.get("kind") in ("replicate", "replicate_with_fsdp", "hsdp", "fsdp_mixed")
     choices: list[list[dict[str, Any]]] = [
