@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.comm import LocalWorld
+from penstock.comm.local import LocalTransport
 from penstock.plan import Plan
 from penstock.schedules import all_schedules, get_schedule
 from tests.faults.fragile import Trip, attempt, expected_grads, make_modules
@@ -86,6 +87,21 @@ def test_two_ranks_fail_at_once(name: str, step: int) -> None:
         kinds = [raised[step][0] for raised, _, _ in results]
         assert sorted(set(kinds)) in (["KeyError", "PeerFailed"], ["KeyError"])
         assert "KeyError" in kinds
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["cold", "warm"])
+def test_of_two_failures_at_once_all_ranks_name_the_same_even_if_no_news_of_them_arrived(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The end of the step carries the record to every rank: the lowest rank's, where several failed by themselves."""
+    monkeypatch.setattr(LocalTransport, "report_failure", lambda _, record: record)
+    plan = plan_of("gpipe", num_ranks=5)
+    trips = [Trip("forward", stage, MICROBATCHES - 1, step=step, error=KeyError) for stage in (1, 4)]
+    results = run(plan, trips)
+    check_recovery(plan, results, failing=step)
+    for rank, (raised, _, _) in enumerate(results):
+        kind, *named = raised[step]
+        assert kind == "KeyError" if rank == 1 else (kind, named[0]) == ("PeerFailed", 1), (rank, raised)
 
 
 @pytest.mark.parametrize("name", TRAINING)

@@ -89,7 +89,7 @@ class FailureRecord:
         return read(data, cls, "the record of a failure")
 
     @classmethod
-    def of(cls, error: Exception, rank: int = NOBODY) -> FailureRecord:
+    def of(cls, error: BaseException, rank: int = NOBODY) -> FailureRecord:
         """What an error on this rank tells: who failed, which is another rank if the error says so."""
         if isinstance(error, PeerFailed):
             return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)

@@ -3,8 +3,8 @@
 The *preamble* goes down the ranks in the order of the stages, ahead of the first activation: the number of the step, its
 mode, its signature, whether it is cold. So ranks that are about to do different things find out before the first
 activation is sent. In some steps checksums of what the ranks were given come after it (`penstock.run.checksums`). The
-*verdict* is a sum up and down a tree after the last action: a step succeeds on all ranks or on none, so no rank steps its
-optimizer on gradients that another rank does not have.
+*verdict* goes up and down a tree after the last action: a step succeeds on all ranks or on none, so no rank steps its
+optimizer on gradients that another rank does not have; and if it fails, all ranks have the same record of the failure.
 
 Note "Ctrl-C". A wait of the backend cannot be broken off: Python hears of Ctrl-C when the wait is over and its message is
 there. So both exchanges are carried to their end, and KeyboardInterrupt comes after them.
@@ -18,14 +18,17 @@ from itertools import product
 
 import torch
 
+from penstock.comm.framing import LONGEST
 from penstock.comm.messages import Work
-from penstock.comm.transport import Transport
+from penstock.comm.transport import NOBODY, FailureRecord, Transport
 from penstock.errors import PenstockError, TransportError
 from penstock.plan import Placement
 from penstock.run.checksums import MOST, Known, from_numbers, to_numbers
 
 FAILED = -1  # in place of a signature: the first stage's rank failed before it knew one
-UNKNOWN = -1  # in place of a number of rows: nothing was given here, or no rule says where its rows are
+UNKNOWN = (
+    -1
+)  # in place of a number of rows: nothing was given, or no rule says where they are; of a length: no reason is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,41 +144,74 @@ class Preambles:
 
 @dataclass
 class Verdict:
-    """Whether all ranks are fine; and what this rank met when it asked, where one could not be reached."""
+    """Whether all ranks are fine; if not, the failure that all of them name; and what this rank met when it asked."""
 
     fine: bool
+    record: FailureRecord | None = None  # None where no rank knows why
     unreachable: PenstockError | None = None
     interrupt: KeyboardInterrupt | None = None
 
 
-def verdict(transport: Transport, *, ok: bool, lost: frozenset[int] = frozenset()) -> Verdict:
-    """Ask all ranks. A rank that cannot be reached is not fine; the others are told all the same."""
-    found = Verdict(ok)
+def verdict(
+    transport: Transport, *, ok: bool, record: FailureRecord | None = None, lost: frozenset[int] = frozenset()
+) -> Verdict:
+    """Ask all ranks. A rank that cannot be reached is not fine; the others are told all the same.
+
+    Each message is a number, 0: fine, else the length of the record that follows, or UNKNOWN. Of several records the one of the
+    lowest rank stands, and comes down the tree to every rank.
+    """
+    found = Verdict(ok, record)
     if transport.num_ranks == 1:
         return found
-    tell, hear = transport.control.isend, transport.control.irecv
+    send, receive, unreached = transport.control.isend, transport.control.irecv, set(lost)
 
-    def exchanged(post: Callable[[torch.Tensor, int], Work], flag: torch.Tensor, peer: int) -> torch.Tensor:
-        """Send or receive a flag; whatever goes wrong with that counts as a failure."""
+    def exchange(post: Callable[[torch.Tensor, int], Work], tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """Send or receive. Whatever goes wrong with that counts as a failure."""
         try:
-            if peer not in lost:
-                post(flag, peer).wait()
+            if peer not in unreached:
+                post(tensor, peer).wait()
         except PenstockError as error:
-            flag.fill_(1)
-            found.unreachable = found.unreachable or error
-        except KeyboardInterrupt as error:
+            unreached.add(peer)
+            found.fine, found.unreachable = False, found.unreachable or error
+            found.record = standing(found.record, FailureRecord.of(error, transport.rank))
+        except KeyboardInterrupt as error:  # see the note "Ctrl-C"
             found.interrupt = error
-        return flag
+        return tensor
+
+    def learn(size: int, peer: int) -> None:
+        """The peer is not fine: receive its record, if it has one."""
+        found.fine = False
+        if 0 < size <= LONGEST and peer not in unreached:
+            data = exchange(receive, torch.zeros(size, dtype=torch.uint8), peer).numpy().tobytes()
+            if peer not in unreached:
+                found.record = standing(found.record, FailureRecord.decode(data))
+
+    def told(*peers: int) -> None:
+        """This rank, or one of those that have told it so, is not fine."""
+        data = b"" if found.record is None else found.record.encode()
+        for peer in peers:
+            exchange(send, torch.tensor([len(data) or UNKNOWN]), peer)
+            if data:
+                exchange(send, torch.frombuffer(bytearray(data), dtype=torch.uint8), peer)
 
     parent, children = transport.family()
-    flag, one = torch.tensor([0 if ok else 1]), torch.tensor([1])
     for child in children:
-        flag += exchanged(hear, one.clone(), child)
+        if size := int(exchange(receive, torch.tensor([UNKNOWN]), child)):
+            learn(size, child)
     if transport.failed is not None:  # news that came while this rank asked
-        flag.fill_(1)
+        found.fine, found.record = False, standing(found.record, transport.failed)
     if parent is not None:
-        flag = exchanged(tell, flag, parent) + exchanged(hear, one, parent)
-    for child in children:
-        exchanged(tell, flag, child)
-    found.fine = not flag.item()
+        exchange(send, torch.tensor([0]), parent) if found.fine else told(parent)
+        if size := int(exchange(receive, torch.tensor([UNKNOWN]), parent)):
+            learn(size, parent)
+    for child in children if found.fine else ():
+        exchange(send, torch.tensor([0]), child)
+    if not found.fine:
+        told(*children)
     return found
+
+
+def standing(one: FailureRecord | None, other: FailureRecord | None) -> FailureRecord | None:
+    """Which of two records all ranks name: that of the lower rank; one that names a rank before one that names none."""
+    known = [record for record in (one, other) if record is not None]
+    return min(known, key=lambda record: (record.rank == NOBODY, record.rank), default=None)

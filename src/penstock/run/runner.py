@@ -17,7 +17,6 @@ from penstock.errors import (
     DeviceFailed,
     OutOfMemory,
     PeerFailed,
-    PenstockError,
     RanksDisagree,
     RunError,
     TransportError,
@@ -79,10 +78,11 @@ class Runner:
         self.position = transport.position = Position(transport.rank)
         self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
         self._fine = False  # whether the current step went well, as all ranks found
+        self._record: FailureRecord | None = None  # of this step: what was reported here, or stood before that
 
     def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:
         """One step in the given mode: tell the other ranks, run, conclude."""
-        self._fine = False
+        self._fine, self._record = False, None
         self.transport.begin_step()
         position = self.transport.position = self.position
         position.step, position.at, position.thread = self.transport.epoch, -1, get_ident()
@@ -184,7 +184,7 @@ class Runner:
                 program.finish()
         except (_Heard, Poisoned):
             drain(program, position.at + 1)
-            return self.peer_failure() or self.unheard()
+            return _Heard()
         except BaseException as error:  # noqa: BLE001  even Ctrl-C must not leave the other ranks waiting
             if is_out_of_memory(error):
                 failure = explained(error, program.actions, position.at, rank=self.transport.rank)
@@ -221,22 +221,9 @@ class Runner:
                 record = replace(record, stage=first.stage, action=str(action), microbatch=first.microbatch)
             if isinstance(error, OutOfMemory):
                 record = replace(record, cause=error.cause, out_of_memory=True)
+        self._record = record
         with suppress(TransportError):
-            self.transport.report_failure(record)
-
-    def peer_failure(self) -> PenstockError | None:
-        record = self.transport.failed
-        with suppress(TransportError):
-            record = record or self.transport.failure()
-        return None if record is None or record.rank == self.transport.rank else record.error()
-
-    def unheard(self) -> PenstockError:
-        """Why another rank gave the step up, if it has not said so: the store through which it would have is gone, perhaps."""
-        try:
-            self.transport.failure()
-        except TransportError as gone:
-            return FailureRecord(self.transport.store_holder, cause=str(gone)).error()
-        return RunError("another rank has given the step up, and its reason has not reached the store")
+            self._record = self.transport.report_failure(record)
 
     # -- after
 
@@ -254,7 +241,10 @@ class Runner:
         outcome = next((Outcome(*run.results()) for run in program.runs.values() if run.stage.is_last), Outcome())
         lost = frozenset(peer for peer, channel in program.channels.items() if channel.lost)
         program.clear()
-        found = verdict(self.transport, ok=error is None, lost=lost)
+        record = self._record or self.transport.failed
+        if record is None and error is not None and not isinstance(error, _Heard):
+            record = FailureRecord.of(error, self.transport.rank)
+        found = verdict(self.transport, ok=error is None, record=record, lost=lost)
         self._fine = found.fine
         if found.fine:
             if preamble.cold and not self.dynamic:
@@ -263,13 +253,12 @@ class Runner:
                 raise found.interrupt
             return outcome
         program.saved.pop(preamble.signature, None)  # it may have failed because the shapes are others by now
-        error = found.interrupt or error
+        error = found.interrupt or (None if isinstance(error, _Heard) else error)
         if error is not None and (certain or not isinstance(error, Exception)):
             raise error
-        peer = self.peer_failure() or (found.unreachable if error is None else None)
-        if peer is not None:
-            raise peer from error  # what went wrong here may have come of the dummies that others sent
-        raise error or self.unheard()
+        if found.record is not None and found.record.rank != self.transport.rank:
+            raise found.record.error() from error  # what went wrong here may have come of the dummies that others sent
+        raise error or found.unreachable or RunError("another rank has given the step up, and nobody knows why")
 
 
 def _in_turn(transport: Transport, action: str, call: Call) -> None:
