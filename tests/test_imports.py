@@ -32,7 +32,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dtypes": ("errors",),
     "nest": ("errors",),
     "batch": ("plan", "nest"),
-    "comm": ("plan", "dtypes"),
+    "health": ("misfits",),
+    "comm": ("health", "plan", "dtypes"),
     "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),
     "run": ("stage", "comm", "parallel", "batch", "lower"),
@@ -45,7 +46,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 ON_TOP = ("cli", "compat", "__main__")  # may import everything, imported by nobody
 ANNOTATIONS = {"errors": ("penstock.plan.Plan",)}  # imported for type checkers alone
-TORCH_FREE = ("errors", "misfits", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio")
+TORCH_FREE = (
+    "errors",
+    "misfits",
+    "plan",
+    "schedules",
+    "lower",
+    "simulate",
+    "show",
+    "balance",
+    "search",
+    "studio",
+    "health",
+)
 
 
 def below(package: str) -> set[str]:

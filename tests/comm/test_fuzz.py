@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from penstock.comm import FailureRecord, LocalTransport, LocalWorld
-from penstock.comm.decoding import loads, reading
 from penstock.comm.framing import LONGEST, complete, frame, receive_frame
 from penstock.comm.store import DistributedStore
-from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import PenstockError, RunError, TransportError
 from penstock.front import Choice
+from penstock.health.decoding import loads, reading
+from penstock.health.position import Whereabouts
 from penstock.run import Schedule1F1B
 from penstock.run.layout import Layout, described
 from penstock.run.preamble import Preamble, Rows

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from penstock.comm.store import DistributedStore
 from penstock.comm.transport import FailureRecord, failure_key
 from penstock.comm.watcher import Watcher
-from penstock.comm.whereabouts import Whereabouts
+from penstock.health.position import Whereabouts
 
 
 class Vanishing:

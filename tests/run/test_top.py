@@ -19,8 +19,8 @@ from torch import nn
 
 import penstock
 from penstock.cli.main import main
-from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError, StepTimeout
+from penstock.health.position import Whereabouts, table
 from penstock.run.lookout import Position, read_folder
 from penstock.train import run_report
 from tests.faults.fragile import SOON, until

@@ -12,6 +12,7 @@ from __future__ import annotations
 from penstock.comm.distributed import DistributedTransport
 from penstock.comm.local import LocalTransport, LocalWorld
 from penstock.comm.messages import Work
-from penstock.comm.transport import FailureRecord, Store, Transport
+from penstock.comm.transport import Store, Transport
+from penstock.health.failure import FailureRecord
 
 __all__ = ["DistributedTransport", "FailureRecord", "LocalTransport", "LocalWorld", "Store", "Transport", "Work"]

@@ -32,8 +32,8 @@ from penstock.comm.communicators import Communicator, Maker, Posted, all_at_once
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
-from penstock.comm.transport import FailureRecord
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
+from penstock.health.failure import FailureRecord
 from penstock.plan.queues import QueueLayout
 
 _TAG = 0  # communicators have none: NCCL's ignore it

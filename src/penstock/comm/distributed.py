@@ -27,10 +27,11 @@ from penstock.comm.messages import Receive, Send, Work
 from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
-from penstock.comm.transport import NOBODY, FailureRecord, Transport
+from penstock.comm.transport import Transport
 from penstock.comm.watcher import Watcher
-from penstock.comm.whereabouts import table
 from penstock.errors import PenstockError, StepTimeout, TransportError
+from penstock.health.failure import NOBODY, FailureRecord
+from penstock.health.position import table
 
 HOST_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 _BREAK_TAG = 0x9E58  # nothing is ever sent under it

@@ -22,8 +22,8 @@ from torch import Tensor
 from penstock.comm.distributed import connection_lost, end_waits, folder_of_group, gloo_of, place_in_store
 from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned
-from penstock.comm.transport import FailureRecord
 from penstock.errors import PenstockError, ReplicaFailed, TransportError
+from penstock.health.failure import FailureRecord
 
 _GRACE = 0.5  # seconds that a process whose connection is lost may take to end
 

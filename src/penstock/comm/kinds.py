@@ -7,8 +7,8 @@ its first meeting. Each of them would wait for the other in vain.
 from __future__ import annotations
 
 from penstock.comm.store import DistributedStore
-from penstock.comm.transport import FailureRecord
 from penstock.errors import RanksDisagree
+from penstock.health.failure import FailureRecord
 
 
 class KindsOfDevice:

@@ -28,9 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.comm.beat import MAC, family_of, sign
-from penstock.comm.decoding import loads, reading
 from penstock.comm.store import keep_alive
-from penstock.comm.transport import NOBODY, Store
+from penstock.comm.transport import Store
+from penstock.health.decoding import loads, reading
+from penstock.health.failure import NOBODY
 
 _HELLO = struct.Struct("<I")  # the rank that calls; its signature follows, by the key of the one who is called
 _NOWHERE = b"[]"  # what a rank says that nobody can call

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from penstock.comm.baton import Baton, Waiting
 from penstock.comm.messages import Receive, Send, Work, kind_of
-from penstock.comm.transport import FailureRecord, Store, Transport
-from penstock.comm.whereabouts import table
+from penstock.comm.transport import Store, Transport
 from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
+from penstock.health.failure import FailureRecord
+from penstock.health.position import table
 from penstock.misfits import takes
 
 Arguments = ParamSpec("Arguments")

@@ -28,11 +28,12 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm import beat
-from penstock.comm.decoding import loads, read, reading
 from penstock.comm.lifeline import Lifelines, listening
 from penstock.comm.store import innermost
-from penstock.comm.transport import FailureRecord, Store
+from penstock.comm.transport import Store
 from penstock.errors import PenstockError
+from penstock.health.decoding import loads, read, reading
+from penstock.health.failure import FailureRecord
 
 _BEATS = 5  # datagrams in a heartbeat: one or two may get lost
 _SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work

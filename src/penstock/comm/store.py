@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.comm.decoding import read
 from penstock.comm.hushed import hushed
-from penstock.comm.transport import FailureRecord
-from penstock.comm.whereabouts import Whereabouts
 from penstock.errors import StepTimeout, TransportError
+from penstock.health.decoding import read
+from penstock.health.failure import FailureRecord
+from penstock.health.position import Whereabouts
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 _BETWEEN_LOOKS = 0.25  # seconds between looks for ranks that have left, while waiting

@@ -26,11 +26,11 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from penstock.comm.beat import kernel
-from penstock.comm.decoding import loads, reading
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send
 from penstock.comm.transport import Store
 from penstock.errors import PenstockError
+from penstock.health.decoding import loads, reading
 
 _HELLO = struct.Struct("<32sII")  # secret, rank, how often the rank that listens has connected
 _CREDENTIALS = struct.Struct("iII")  # process, user, group

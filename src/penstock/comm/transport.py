@@ -14,17 +14,17 @@ import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from penstock.comm.decoding import read
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
-from penstock.comm.whereabouts import Whereabouts, aligned, table
-from penstock.errors import OutOfMemory, PeerFailed, RanksDisagree, RunError, TransportError
+from penstock.errors import RanksDisagree, RunError
+from penstock.health.decoding import read
+from penstock.health.failure import NOBODY, FailureRecord
+from penstock.health.position import Whereabouts, aligned, table
 from penstock.plan.queues import QueueLayout
 
 
@@ -59,48 +59,6 @@ class Store(Protocol):
 Own = TypeVar("Own")
 
 _CLOCK_ROUNDS = 8
-NOBODY = -1
-"""In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureRecord:
-    """Which rank failed, at which action, and why: what one rank posts and all others raise.
-
-    >>> record = FailureRecord(1, stage=3, action="3F0", microbatch=0, cause="ValueError: no")
-    >>> FailureRecord.decode(record.encode()) == record
-    True
-    >>> str(record.error())
-    'rank 1 failed in action 3F0 (stage 3, microbatch 0): ValueError: no'
-    """
-
-    rank: int  # or NOBODY, for what is no rank's fault
-    stage: int | None = None
-    action: str | None = None
-    microbatch: int | None = None
-    cause: str = ""
-    out_of_memory: bool = False
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> FailureRecord:
-        return read(data, cls, "the record of a failure")
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int = NOBODY) -> FailureRecord:
-        """What an error on this rank tells: who failed, which is another rank if the error says so."""
-        if isinstance(error, PeerFailed):
-            return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
-        return cls(rank, cause=f"{type(error).__name__}: {error}")
-
-    def error(self) -> PeerFailed | OutOfMemory | TransportError:
-        if self.rank == NOBODY:
-            return TransportError(self.cause)
-        if self.out_of_memory:
-            return OutOfMemory(self.rank, self.action, self.cause)
-        return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
 
 
 class Looked(Protocol):

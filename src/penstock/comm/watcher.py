@@ -16,10 +16,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.comm.bell import BellThread
-from penstock.comm.decoding import read
 from penstock.comm.store import DistributedStore
-from penstock.comm.transport import NOBODY, FailureRecord, failure_key, meeting_folder
+from penstock.comm.transport import failure_key, meeting_folder
 from penstock.errors import StepTimeout, TransportError
+from penstock.health.decoding import read
+from penstock.health.failure import NOBODY, FailureRecord
 
 if TYPE_CHECKING:
     from penstock.comm.distributed import DistributedTransport

@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock.balance import Profile
 from penstock.capture import PipeInfo
-from penstock.comm.decoding import reading
+from penstock.health.decoding import reading
 from penstock.lower import lower
 from penstock.nest import Value
 from penstock.plan import Placement, Plan, dumps, loads

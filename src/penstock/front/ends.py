@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import errors
 from penstock.checkpoint.manifest import Damaged
-from penstock.comm.decoding import reading
 from penstock.comm.host_group import host_group
 from penstock.comm.transport import Transport
 from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, RunError, StageError, StepTimeout, TransportError
+from penstock.health.decoding import reading
 from penstock.nest import Value
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in

@@ -32,12 +32,12 @@ from penstock.checkpoint.lineage import LINEAGE
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
 from penstock.checkpoint.torch_list import LIST, write_list
-from penstock.comm.transport import NOBODY
 from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
 from penstock.front.companions import Companions, optimizer_parts
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
+from penstock.health.failure import NOBODY
 from penstock.misfits import takes
 from penstock.nest import Value
 

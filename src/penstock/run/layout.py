@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.comm.decoding import loads, reading
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import ShapeError, StageError
+from penstock.health.decoding import loads, reading
 from penstock.stage.boundary import SINGLE, Spec
 from penstock.stage.dtensors import DTensorLayout, from_local, layout_of, to_local
 

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 
 from penstock.comm.bell import BellThread
 from penstock.comm.transport import Transport
-from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError
+from penstock.health.position import Whereabouts, table
 
 if TYPE_CHECKING:
     from penstock.plan import AnyAction

@@ -20,8 +20,9 @@ import torch
 
 from penstock.comm.framing import LONGEST
 from penstock.comm.messages import Work
-from penstock.comm.transport import NOBODY, FailureRecord, Transport
+from penstock.comm.transport import Transport
 from penstock.errors import PenstockError, TransportError
+from penstock.health.failure import NOBODY, FailureRecord
 from penstock.plan import Placement
 from penstock.run.checksums import MOST, Known, from_numbers, to_numbers
 

@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from penstock.comm.transport import FailureRecord, Transport
+from penstock.comm.transport import Transport
 from penstock.errors import (
     DeviceFailed,
     OutOfMemory,
@@ -21,6 +21,7 @@ from penstock.errors import (
     RunError,
     TransportError,
 )
+from penstock.health.failure import FailureRecord
 from penstock.nest import Value
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned

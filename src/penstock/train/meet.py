@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.comm.distributed import close_all
-from penstock.comm.whereabouts import Whereabouts, table
 from penstock.errors import PenstockError, StepTimeout
+from penstock.health.position import Whereabouts, table
 from penstock.train.train_options import TrainOptions
 
 _PATIENCE = 300.0  # seconds for all ranks to start

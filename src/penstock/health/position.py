@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from penstock.comm.decoding import loads
 from penstock.errors import PenstockError
+from penstock.health.decoding import loads
 
 _MOST_RANKS = 1 << 16  # the table has a row for each
 

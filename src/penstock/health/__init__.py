@@ -1,0 +1,10 @@
+"""Health of a job: which ranks are alive, which have failed and why. No tensor passes here, and torch is not imported.
+
+records  failure (the record of a failure), position (where a rank is in its step), decoding (JSON of known form)
+"""
+
+from __future__ import annotations
+
+from penstock.health.failure import FailureRecord
+
+__all__ = ["FailureRecord"]

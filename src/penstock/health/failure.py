@@ -1,0 +1,52 @@
+"""The record of a failure: which rank failed, where in its step, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from penstock.errors import OutOfMemory, PeerFailed, TransportError
+from penstock.health.decoding import read
+
+NOBODY = -1
+"""In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """The failure of one rank at one action: one rank reports it and all others raise it.
+
+    >>> record = FailureRecord(1, stage=3, action="3F0", microbatch=0, cause="ValueError: no")
+    >>> FailureRecord.decode(record.encode()) == record
+    True
+    >>> str(record.error())
+    'rank 1 failed in action 3F0 (stage 3, microbatch 0): ValueError: no'
+    """
+
+    rank: int  # or NOBODY, for what is no rank's fault
+    stage: int | None = None
+    action: str | None = None
+    microbatch: int | None = None
+    cause: str = ""
+    out_of_memory: bool = False
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> FailureRecord:
+        return read(data, cls, "the record of a failure")
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int = NOBODY) -> FailureRecord:
+        """The record of an error on this rank; of another rank's failure if the error names one."""
+        if isinstance(error, PeerFailed):
+            return cls(error.rank, error.stage, error.action, error.microbatch, error.cause)
+        return cls(rank, cause=f"{type(error).__name__}: {error}")
+
+    def error(self) -> PeerFailed | OutOfMemory | TransportError:
+        if self.rank == NOBODY:
+            return TransportError(self.cause)
+        if self.out_of_memory:
+            return OutOfMemory(self.rank, self.action, self.cause)
+        return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
