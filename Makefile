@@ -22,10 +22,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUNS := $(VENV)/.runs
 PYODIDE := $(VENV)/pyodide/node_modules/pyodide
+PYRIGHT := $(VENV)/pyright/node_modules/pyright
 QUICK := $(addprefix tests/,plan schedules simulate lower show balance search batch run front stage faults regressions checkpoint comm cli \
 	test_imports.py test_structure.py test_ops.py test_nest.py)
 
-.PHONY: help train test quick lint types format soak fuzz bench coverage docs dist browser compiler pyodide others clean
+.PHONY: help train test quick lint types format soak fuzz bench coverage docs dist browser compiler pyodide pyright others clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,7 +34,7 @@ help: ## say what there is
 train: $(RUNS) ## train a small GPT with two pipelined processes, about two minutes; TRAIN="--steps 50" for options
 	$(BIN)/penstock train $(TRAIN)
 
-test: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
+test: $(READY) browser compiler pyodide pyright $(if $(findstring --long,$(ARGS)),others) ## ruff, mypy and all tests; the tests run even if ruff or mypy complain
 	@said=$$(mktemp); $(MAKE) lint >"$$said" 2>&1 & lint=$$!; status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --reruns $(RERUNS) --max-suite-reruns 3 --rerun-show-tracebacks \
 		$(if $(DEVICE),tests/accelerator --device $(DEVICE)) $(ARGS) || status=$$?; \
@@ -64,7 +65,7 @@ fuzz: $(READY) ## random models, schedules and options against a plain loop for 
 bench: $(READY) ## every program in benchmarks/, one after another
 	@for program in $(sort $(wildcard benchmarks/*.py)); do echo "== $$program"; $(BIN)/python $$program; done
 
-coverage: $(READY) browser compiler pyodide $(if $(findstring --long,$(ARGS)),others) ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
+coverage: $(READY) browser compiler pyodide pyright $(if $(findstring --long,$(ARGS)),others) ## the tests again, with the share of lines and branches that they run; ends in build/coverage/
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@status=0; OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadgroup $(ARGS) || status=$$?; \
 	$(BIN)/coverage combine -q; $(BIN)/coverage html -q; $(BIN)/coverage report --format=total; \
@@ -114,6 +115,13 @@ pyodide:
 	elif command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/pyodide pyodide@314.0.7 \
 		|| echo "pyodide could not be installed; the test that needs it will say so"; \
 	else echo "no npm: the test of the page that needs pyodide will say so"; fi
+
+# A second type checker for the programs of tests/typing, where npm is.
+pyright:
+	@if [ -d $(PYRIGHT) ]; then :; \
+	elif command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/pyright pyright@1.1.414 \
+		|| echo "pyright could not be installed; the test that needs it will say so"; \
+	else echo "no npm: the test that needs pyright will say so"; fi
 
 # Debian's chromium, for the tests that open a page, where it may be installed.
 browser:

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 class PenstockError(Exception):
-    """The root: `except penstock.PenstockError` catches everything that penstock raises on purpose.
+    """The root: `except penstock.errors.PenstockError` catches everything that penstock raises on purpose.
 
     try:
         pipe.step(batch, target=labels)
-    except penstock.PenstockError as error:
+    except penstock.errors.PenstockError as error:
         print(error)
     """
 
@@ -162,7 +162,7 @@ class PeerFailed(RunError):
 
         try:
             pipe.step(batch, target=labels)
-        except penstock.PeerFailed as failed:
+        except penstock.errors.PeerFailed as failed:
             print(failed.rank, failed.action)
 
     ``rank``, ``stage``, ``action``, ``microbatch`` say where, ``cause`` is the text of the exception there.
@@ -185,7 +185,7 @@ class ReplicaFailed(RunError):
 
     try:
         pipe.step(batch, target=labels)
-    except penstock.ReplicaFailed:
+    except penstock.errors.ReplicaFailed:
         optimizer.zero_grad()  # the next step works
     """
 
@@ -195,7 +195,7 @@ class OutOfMemory(RunError):
 
         try:
             pipe.step(batch, target=labels)
-        except penstock.OutOfMemory as error:
+        except penstock.errors.OutOfMemory as error:
             if error.remedy is None:
                 raise
             pipe.zero_grad()  # the failed step may have left a part of its gradients
@@ -224,7 +224,7 @@ class DeviceFailed(RunError):
 
         try:
             print(result.loss)
-        except penstock.DeviceFailed as failed:
+        except penstock.errors.DeviceFailed as failed:
             print(failed.rank, failed.step, failed.action)
 
     A device does later what it was told, so the action is known (`action` is not None) only if each waits for the device, as with
@@ -267,35 +267,35 @@ class TransportError(RunError):
 class UnevenCut(UserWarning):
     """A warning, no error: one stage takes more than 1.5 times the mean of all, so that the others wait for it.
 
-    warnings.filterwarnings("ignore", category=penstock.UnevenCut)
+    warnings.filterwarnings("ignore", category=penstock.errors.UnevenCut)
     """
 
 
 class UnverifiedSplit(UserWarning):
     """A warning, no error: `split_modules` was given no example, so nobody has compared its stages with the model.
 
-    warnings.filterwarnings("ignore", category=penstock.UnverifiedSplit)
+    warnings.filterwarnings("ignore", category=penstock.errors.UnverifiedSplit)
     """
 
 
 class NotDeferred(UserWarning):
     """A warning, no error: some linear layers do all weight work in I, so that a schedule with W gains less from them.
 
-    warnings.filterwarnings("ignore", category=penstock.NotDeferred)
+    warnings.filterwarnings("ignore", category=penstock.errors.NotDeferred)
     """
 
 
 class NotCompiled(UserWarning):
     """A warning, no error: torch.compile could not compile a stage, or part of one, which runs eagerly instead.
 
-    warnings.filterwarnings("ignore", category=penstock.NotCompiled)
+    warnings.filterwarnings("ignore", category=penstock.errors.NotCompiled)
     """
 
 
 class OverLimit(UserWarning):
     """A warning, no error: a step held more on this rank than `memory_limit` allows.
 
-    warnings.filterwarnings("error", category=penstock.OverLimit)  # stop there
+    warnings.filterwarnings("error", category=penstock.errors.OverLimit)  # stop there
     """
 
 

@@ -321,7 +321,7 @@ def read_later(device: torch.device, folder: Path | None) -> list[str]:
         for act in (first, lambda: result.loss, lambda: pipe.step(x, target=y)):
             try:
                 told.append(str(act()))
-            except penstock.PenstockError as error:
+            except penstock.errors.PenstockError as error:
                 told.append(f"{type(error).__name__}: {error}")
         return told
     finally:
@@ -349,7 +349,7 @@ def given_otherwise(device: torch.device, kind: str) -> str:
         x = x * (1 + 1e-6) if kind == "rounded" else x.flip(0)
     try:
         pipe.step(x.to(device), target=y.to(device))
-    except penstock.RunError as error:
+    except penstock.errors.RunError as error:
         return str(error)
     return ""
 

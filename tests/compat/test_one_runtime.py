@@ -221,7 +221,7 @@ def fail_and_go_on(broken: int, step: int, name: str) -> tuple[list[str], list[T
         try:
             schedule.step(x_y[0], target=x_y[1])
             raised.append("")
-        except (LookupError, penstock.PeerFailed) as error:
+        except (LookupError, penstock.errors.PeerFailed) as error:
             raised.append(f"{type(error).__name__}: {error}")
     return raised, [grad for stage in stages for grad in gradients(stage.submod)]
 
@@ -266,7 +266,7 @@ def test_inputs_that_are_wrong_on_one_rank_fail_the_step_on_all() -> None:
             try:
                 schedule.step(x, target=target)
                 raised.append("")
-            except penstock.RunError as error:
+            except penstock.errors.RunError as error:
                 raised.append(str(error))
         return raised
 
@@ -312,7 +312,7 @@ def test_a_loop_of_the_users_own_that_fails_leaves_nothing_behind() -> None:
             try:
                 schedule.step(x, target=y, losses=losses)
                 raised.append("")
-            except (LookupError, penstock.PeerFailed) as error:
+            except (LookupError, penstock.errors.PeerFailed) as error:
                 raised.append(type(error).__name__)
         assert len(losses) == (MICROBATCHES if transport.rank == 1 else 0)
         return raised
@@ -339,7 +339,7 @@ def test_a_function_of_the_users_that_fails_is_announced() -> None:
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.MSELoss())
         if transport.rank == 1:
             schedule.register_custom_function(FORWARD, own)
-        with pytest.raises((LookupError, penstock.PeerFailed)) as caught:
+        with pytest.raises((LookupError, penstock.errors.PeerFailed)) as caught:
             schedule.step(x, target=y)
         return str(caught.value)
 
@@ -380,7 +380,7 @@ def test_what_is_set_after_the_first_step_is_called(ranks: tuple[int, ...], func
             stage.forward_one_chunk = types.MethodType(forward, stage)  # type: ignore[method-assign]
         try:
             schedule.step(x, target=y)
-        except (penstock.PeerFailed, penstock.RanksDisagree) as error:
+        except (penstock.errors.PeerFailed, penstock.errors.RanksDisagree) as error:
             return str(error)
         return ""
 

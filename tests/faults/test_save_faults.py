@@ -50,7 +50,7 @@ def half_a_save(place: str) -> tuple[str, bool]:
         time.sleep(0.05)
     try:
         made._outcome()
-    except penstock.PenstockError as error:
+    except penstock.errors.PenstockError as error:
         return str(error), made.done
     return "", made.done
 

@@ -62,7 +62,7 @@ def train(memory_limit: int | None, budget: int | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         return {"losses": losses, "held": held}
-    except penstock.OutOfMemory as error:
+    except penstock.errors.OutOfMemory as error:
         return {"failed": str(error), "held": held}
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

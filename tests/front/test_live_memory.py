@@ -145,7 +145,7 @@ def test_what_is_counted_is_what_was_planned(schedule: str, way: str, tmp_path: 
 def test_pieces_that_are_recomputed_hold_what_was_planned(schedule: str) -> None:
     """Nobody but the next piece holds the output of one that is run again: it goes with the backward of that piece."""
     free = Wishes(RANKS, MICROBATCHES, schedule, optimizer_bytes=0.0, memory_limit=1 << 30)
-    with pytest.raises(penstock.BalanceError) as caught:
+    with pytest.raises(penstock.errors.BalanceError) as caught:
         choose(profile(), replace(free, memory_limit=1))
     smallest = int(str(caught.value).split("would do is ")[1].split()[0])
     choice = choose(profile(), replace(free, memory_limit=smallest))

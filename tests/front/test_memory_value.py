@@ -84,10 +84,10 @@ def test_a_step_that_holds_more_than_the_limit_says_so() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             pipe.step(tokens, target=labels)
-            quiet = len([one for one in caught if one.category is penstock.OverLimit])
+            quiet = len([one for one in caught if one.category is penstock.errors.OverLimit])
             pipe.step(tokens.repeat(8, 1), target=labels.repeat(8, 1))
         assert quiet == 0
-        return [str(one.message) for one in caught if one.category is penstock.OverLimit]
+        return [str(one.message) for one in caught if one.category is penstock.errors.OverLimit]
 
     needs = max(one.state + one.planned_peak for one in on_ranks(lambda pipe, *_: pipe.memory())[0].ranks)
     found = [text for texts in on_ranks(large, memory_limit=round(1.2 * needs)) for text in texts]

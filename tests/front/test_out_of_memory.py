@@ -77,10 +77,10 @@ ROOM = float("inf")
 @pytest.mark.parametrize("tight", [0, 1])
 def test_every_rank_raises_with_where_and_what_to_set(kind: str, tight: int) -> None:
     budgets = (4 * SAVED, ROOM) if tight == 0 else (ROOM, 4 * SAVED)
-    with pytest.raises(penstock.OutOfMemory) as caught:
+    with pytest.raises(penstock.errors.OutOfMemory) as caught:
         on_ranks(budgets, train, kind=kind)
     errors = on_ranks.world.errors  # type: ignore[attr-defined]
-    assert all(isinstance(error, penstock.OutOfMemory) for error in errors)
+    assert all(isinstance(error, penstock.errors.OutOfMemory) for error in errors)
     assert {(error.rank, error.action) for error in errors} == {(tight, caught.value.action)}
     for error in errors:
         assert f"rank {tight} ran out of memory in action {tight}F" in str(error)
@@ -98,7 +98,7 @@ def train_with_remedy(pipe: penstock.Pipeline, rank: int) -> dict[str, Any]:
         try:
             pipe.step(x, target=y)
             has_run = True
-        except penstock.OutOfMemory as error:
+        except penstock.errors.OutOfMemory as error:
             if error.remedy is None:
                 raise
             pipe.run_plan(error.remedy)
@@ -129,7 +129,9 @@ def test_the_remedy_is_one_plan_on_all_ranks_until_nothing_is_left() -> None:
         x, y = data()
         found = []
         while True:
-            with pytest.raises(penstock.OutOfMemory, match=r"rank 1 .*pipe\.run_plan\(error\.remedy\)") as caught:
+            with pytest.raises(
+                penstock.errors.OutOfMemory, match=r"rank 1 .*pipe\.run_plan\(error\.remedy\)"
+            ) as caught:
                 pipe.step(x, target=y)
             found.append(caught.value.remedy)
             if caught.value.remedy is None:
@@ -148,7 +150,7 @@ def test_the_remedy_for_a_batch_of_few_rows_has_all_microbatches() -> None:
     def body(pipe: penstock.Pipeline, rank: int) -> Any:
         x, y = data()
         pipe.stages[0].submod.norm.eval()  # one row is no batch for its statistics
-        with pytest.raises(penstock.OutOfMemory) as caught:
+        with pytest.raises(penstock.errors.OutOfMemory) as caught:
             pipe.step(x[:3], target=y[:3])
         assert caught.value.remedy is not None
         return caught.value.remedy.num_microbatches
@@ -161,7 +163,7 @@ def test_the_next_step_works_without_a_new_plan() -> None:
 
     def body(pipe: penstock.Pipeline, rank: int) -> float | None:
         x, y = data()
-        with pytest.raises(penstock.OutOfMemory):
+        with pytest.raises(penstock.errors.OutOfMemory):
             pipe.step(x, target=y)
         pipe.zero_grad()
         few = ROWS * MICROBATCHES // 4

@@ -46,7 +46,7 @@ def give_up(kind: str) -> str:
     pipe.step(x, target=y)
     if torch.distributed.get_rank() == 2:
         module.budget = 2.5 * SAVED
-    with pytest.raises(penstock.RunError) as caught:
+    with pytest.raises(penstock.errors.RunError) as caught:
         pipe.step(x, target=y)
     module.budget = ROOM
     pipe.zero_grad()

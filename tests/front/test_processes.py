@@ -92,7 +92,7 @@ def failing() -> str:
     model = make()
     if dist.get_rank() == 0:
         model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(penstock.PenstockError) as caught:
+    with pytest.raises(penstock.errors.PenstockError) as caught:
         penstock.Pipeline(model, (batch()[0],), loss_fn=loss_fn, microbatches=4)
     return str(caught.value)
 

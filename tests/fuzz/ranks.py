@@ -19,7 +19,7 @@ from tests.fuzz.models import LOSSES, Batch, make_model, make_part, ties_of
 from tests.fuzz.oracle import SCALE, Counts, InBackward, Left, grad_of, make_optimizer
 
 PASSED_ON = ("rng", "seed", "dynamic", "few_rows", "collect_every", "share_loss", "replan")
-RECEIVES = {"early": penstock.Early, "ahead": penstock.Ahead, "late": penstock.JustInTime}
+RECEIVES = {"early": penstock.lower.Early, "ahead": penstock.lower.Ahead, "late": penstock.lower.JustInTime}
 
 
 def plan_of(case: Case) -> penstock.Plan:
@@ -133,7 +133,7 @@ class Rank:
         """A limit a little above the least that the error about one that is too small names."""
         try:
             self.make(case, {**options, "memory_limit": 1})
-        except penstock.BalanceError as error:
+        except penstock.errors.BalanceError as error:
             numbers = [int(word) for word in str(error).replace(",", "").split() if word.isdigit()]
             return int(max(numbers) * float(case.options["memory_limit"]))
         raise AssertionError("a limit of one byte was taken")

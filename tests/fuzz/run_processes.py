@@ -38,7 +38,7 @@ def play_rank(text: str, folder: str) -> tuple[str, str, str]:
             lefts = rank.run()
         except Exception as error:  # noqa: BLE001 - judged
             verdict = of_error(error, built=rank.built)
-            told = isinstance(error, penstock.PeerFailed | penstock.ReplicaFailed)
+            told = isinstance(error, penstock.errors.PeerFailed | penstock.errors.ReplicaFailed)
             return OTHERS if told else verdict.kind, verdict.reason, verdict.details
     tolerance = MIXED if case.mesh["kind"] == "fsdp_mixed" else TOLERANCE
     for want in wanted:

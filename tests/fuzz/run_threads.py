@@ -41,7 +41,7 @@ def against(case: Case, wanted: list[Left], folder: Path) -> Verdict:
         lefts = world.run(play)
     except Exception as error:  # noqa: BLE001 - judged below
         raised = [one for one in world.errors if isinstance(one, Exception)]
-        causes = [one for one in raised if not isinstance(one, penstock.PeerFailed)]
+        causes = [one for one in raised if not isinstance(one, penstock.errors.PeerFailed)]
         return of_error((causes or raised or [error])[0], built=any(rank.built for rank in ranks.values()))
     found = differences(lefts, wanted)
     return Verdict(WRONG, shortened(found[0].partition(": ")[2]), "\n".join(found)) if found else Verdict(RIGHT)

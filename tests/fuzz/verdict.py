@@ -39,7 +39,7 @@ def of_error(error: BaseException, *, built: bool) -> Verdict:
     """The verdict on an exception of penstock's or of others, before or after the pipeline was built."""
     text = f"{type(error).__name__}: {error}"
     details = "".join(traceback.format_exception(error))
-    own = isinstance(error, penstock.PenstockError) and not isinstance(error, penstock.PeerFailed)
+    own = isinstance(error, penstock.errors.PenstockError) and not isinstance(error, penstock.errors.PeerFailed)
     if own and (not built or any(re.search(pattern, text) for pattern in ANNOUNCED)):
         return Verdict(REFUSED, shortened(text), details)
     if any(re.search(pattern, text) for pattern in OF_TORCH):

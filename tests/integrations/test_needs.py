@@ -24,7 +24,7 @@ import penstock, penstock.integrations, penstock.front, penstock.train
 for name, extra in (("lightning", "lightning"), ("hf_trainer", "hf")):
     try:
         __import__(f"penstock.integrations.{name}")
-    except penstock.MissingPackage as error:
+    except penstock.errors.MissingPackage as error:
         assert f'pip install "penstock[{extra}]"' in str(error), error
     else:
         raise SystemExit(name)

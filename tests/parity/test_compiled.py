@@ -111,7 +111,7 @@ def test_holding_less(name: str, way: str) -> None:
 
 def test_a_stage_that_cannot_be_traced_says_why_and_runs_eagerly() -> None:
     """Its checkpointed region counts its runs, which torch.compile refuses to trace."""
-    with pytest.warns(penstock.NotCompiled, match=r"runs eagerly, .*side effect"):
+    with pytest.warns(penstock.errors.NotCompiled, match=r"runs eagerly, .*side effect"):
         compare(get_schedule("zb-h1"), Sizes(2, 1, 3), compiled(CASES["checkpointed"]))
 
 

@@ -49,7 +49,7 @@ def callables() -> list[tuple[str, Any]]:
                 continue  # what a user derives from; Python itself says that it cannot be called
             if callable(value) and name not in LEFT:
                 found[f"{room}.{name}"] = value
-    for owner in (penstock.Plan, penstock.Placement, penstock.StageGraph, penstock.Costs, penstock.Profile):
+    for owner in (penstock.Plan, penstock.Placement, penstock.plan.StageGraph, penstock.Costs, penstock.Profile):
         found |= {f"{owner.__name__}.{n}": v for n, v in vars(owner).items() if isinstance(v, classmethod)}
         found |= {name: v.__get__(None, owner) for name, v in found.items() if isinstance(v, classmethod)}
     costs = penstock.Costs.unit(PLAN)

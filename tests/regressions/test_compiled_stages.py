@@ -264,7 +264,7 @@ class OfTheUser(nn.Linear):
     """A layer whose attributes are put back."""
 
 
-@pytest.mark.filterwarnings("error::penstock.NotCompiled")
+@pytest.mark.filterwarnings("error::penstock.errors.NotCompiled")
 def test_a_graph_that_is_called_again_at_once_is_known_to_be_one() -> None:
     """The call of a stage was put back to that which asks whether there is a graph, and then went past the one that answers."""
     torch.manual_seed(0)

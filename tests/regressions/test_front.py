@@ -459,6 +459,6 @@ def test_a_plan_file_given_to_run_plan_is_answered_with_the_function_that_reads_
     schedule = penstock.ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
     file = tmp_path / "plan.csv"
     penstock.plan.dump(schedule.plan, file)
-    with pytest.raises(penstock.RunError, match=r"penstock\.plan\.load\(file\) reads one"):
+    with pytest.raises(penstock.errors.RunError, match=r"penstock\.plan\.load\(file\) reads one"):
         schedule.run_plan(str(file))  # type: ignore[arg-type]
     schedule.run_plan(penstock.plan.load(file))

@@ -63,14 +63,17 @@ def test_refused_when_built(build: Callable[..., penstock.Pipeline], said: str) 
     """A pipeline that was built under the mode failed in its first action, with `Inference tensors do not track version counter`,
     or only when it was evaluated, in a trace."""
     world = penstock.LocalWorld(2)
-    with pytest.raises(penstock.PenstockError, match=said):
+    with pytest.raises(penstock.errors.PenstockError, match=said):
         world.run(build)
     assert all(said.partition(" torch")[0] in str(error) for error in world.errors)
 
 
 def test_capture_under_the_mode() -> None:
     """The same for `penstock.pipeline`, which makes stages without a Pipeline."""
-    with torch.inference_mode(), pytest.raises(penstock.PenstockError, match=r"built under torch\.inference_mode"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(penstock.errors.PenstockError, match=r"built under torch\.inference_mode"),
+    ):
         penstock.pipeline(model(), (X,), num_stages=2)
 
 

@@ -83,7 +83,7 @@ def test_a_step_that_ran_out_of_memory_is_done_again_by_the_caller_alone(kind: s
         settings: dict[str, Any] = {"schedule": "gpipe", "loss_fn": loss, "microbatches": MICROBATCHES}
         pipe = penstock.Pipeline(stages=[stage], **settings)
         x = batch()
-        with pytest.raises(penstock.OutOfMemory) as caught:
+        with pytest.raises(penstock.errors.OutOfMemory) as caught:
             pipe.step(x, target=torch.zeros_like(x))
         if isinstance(modules[0], Counting) and transport.rank == 0:
             assert 0 < modules[0].calls <= MICROBATCHES

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock import Microbatches, PeerFailed, Schedule
+from penstock import Microbatches, Schedule
 from penstock.batch import weighted_mean
 from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import PeerFailed
 from penstock.schedules import get_schedule
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks, stages_for
 
@@ -452,7 +453,9 @@ def test_an_input_that_only_some_microbatches_change_in_place(name: str, buffers
     x, y = large_in_the_third()
 
     def rank(schedule: Schedule, rank: int) -> None:
-        with pytest.raises(penstock.PenstockError, match="changes its input in place for microbatch 2, and did not"):
+        with pytest.raises(
+            penstock.errors.PenstockError, match="changes its input in place for microbatch 2, and did not"
+        ):
             schedule.step(x, target=y)
         for module in modules if rank == 0 else []:
             module.zero_grad()
@@ -487,7 +490,7 @@ def test_a_sparse_gradient_goes_upstream_and_a_sparse_value_is_refused() -> None
     assert close(grads_of(modules), [2 * expected.to_dense()])
 
     def refused(schedule: Schedule, rank: int) -> None:
-        with pytest.raises(penstock.PenstockError, match=r"sparse_coo tensor of shape \[2, 4\] cannot be sent"):
+        with pytest.raises(penstock.errors.PenstockError, match=r"sparse_coo tensor of shape \[2, 4\] cannot be sent"):
             schedule.eval(x)
 
     class Sparse(nn.Module):
@@ -539,7 +542,7 @@ def test_a_parameter_in_two_ties_is_refused(ties: list[str]) -> None:
 
     def refused(schedule: Schedule, rank: int) -> None:
         with pytest.raises(
-            penstock.StageError, match=r"in two ties: \w\.weight of stage 0 .* one tie with all holders"
+            penstock.errors.StageError, match=r"in two ties: \w\.weight of stage 0 .* one tie with all holders"
         ):
             schedule.step(x, target=y)
 
@@ -557,7 +560,7 @@ def test_a_tied_parameter_that_is_frozen_on_one_rank_is_named_on_all_that_hold_i
 
     def refused(schedule: Schedule, rank: int) -> None:
         weight = modules[rank].weight
-        with pytest.raises(penstock.StageError, match="a holder has it frozen while another trains it"):
+        with pytest.raises(penstock.errors.StageError, match="a holder has it frozen while another trains it"):
             schedule.step(x, target=y)
         assert weight.grad is None
         weight.requires_grad_(False)  # type: ignore[operator]
@@ -643,7 +646,7 @@ def test_a_forward_that_changed_another_input_is_not_run_again() -> None:
     x, y = batch(8)
 
     def rank(schedule: Schedule, rank: int) -> None:
-        with pytest.raises(penstock.PenstockError, match="it may have changed more by then"):
+        with pytest.raises(penstock.errors.PenstockError, match="it may have changed more by then"):
             schedule.step(x, target=y)
         for module in modules if rank == 0 else []:
             module.zero_grad()

@@ -66,7 +66,7 @@ def test_an_encoder_with_a_decoder_is_cut_evenly(make: Any, num_stages: int) -> 
     """The narrowest places of the whole model were candidates. In a decoder the encoder's output crosses every cut, so the only
     places left were at the end, behind the last cross-attention: T5 with 6 + 6 layers became stages of 150 and 3 ms."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", penstock.UnevenCut)
+        warnings.simplefilter("error", penstock.errors.UnevenCut)
         pipe = by_work(make(), num_stages, input_ids=IDS, labels=LABELS)
     cuts = pipe.info().cuts
     assert cuts is not None
@@ -105,6 +105,8 @@ class Lopsided(nn.Module):
 
 
 def test_a_model_that_cannot_be_cut_evenly_says_so() -> None:
-    with pytest.warns(penstock.UnevenCut, match=r"stage 1 of 2 takes 2.0 times the mean.*it is large.*fewer stages"):
+    with pytest.warns(
+        penstock.errors.UnevenCut, match=r"stage 1 of 2 takes 2.0 times the mean.*it is large.*fewer stages"
+    ):
         pipe = by_work(Lopsided(), 2, torch.randn(2, 16))
     assert pipe.info().uneven in str(pipe)

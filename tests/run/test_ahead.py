@@ -223,9 +223,9 @@ def test_a_stage_without_a_graph_that_is_not_rehearsed_says_why_too() -> None:
         schedule.step(x, target=y)
         schedule.step(x, target=y)
 
-    with pytest.warns(penstock.NotCompiled, match=r"runs eagerly, .*disable") as told:
+    with pytest.warns(penstock.errors.NotCompiled, match=r"runs eagerly, .*disable") as told:
         run_ranks("1f1b", modules, steps)
-    assert len([warning for warning in told if warning.category is penstock.NotCompiled]) == 1
+    assert len([warning for warning in told if warning.category is penstock.errors.NotCompiled]) == 1
     assert close([grad / 2 for grad in grads_of(modules)], want)
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import ActionContext, Op, Overlap, PeerFailed, Schedule
-from penstock.plan import Action, AnyAction
+from penstock import Op, Schedule
+from penstock.errors import PeerFailed
+from penstock.plan import Action, AnyAction, Overlap
+from penstock.run import ActionContext
 from penstock.run.program import parts_of
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
 

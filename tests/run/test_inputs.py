@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Microbatches, PeerFailed, Replicate, RunError, Schedule, SplitError, TensorChunkSpec, sum_reducer
+from penstock import Microbatches, Replicate, Schedule, TensorChunkSpec, sum_reducer
 from penstock.batch import weighted_mean
-from penstock.errors import MergeError
+from penstock.errors import MergeError, PeerFailed, RunError, SplitError
 from tests.run.pipes import batch, close, grads_of, loop_grads, make_modules, on_ranks
 
 X, Y = batch(8)

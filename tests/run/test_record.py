@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import Op, RunError, Schedule
+from penstock import Op, Schedule
+from penstock.errors import RunError
 from penstock.run import Recording
 from penstock.simulate import Timeline
 from tests.run.pipes import batch, make_modules, on_ranks

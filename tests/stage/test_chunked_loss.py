@@ -175,9 +175,9 @@ def test_a_profile_knows_its_bytes() -> None:
 def test_what_cannot_be_is_refused() -> None:
     hidden, target = data(2)
     head = nn.Linear(WIDTH, WORDS).double()
-    with pytest.raises(penstock.StageError, match="reduction='none'"):
+    with pytest.raises(penstock.errors.StageError, match="reduction='none'"):
         penstock.chunked_loss(hidden, target, head, reduction="none")
-    with pytest.raises(penstock.StageError, match="expected a target for each row"):
+    with pytest.raises(penstock.errors.StageError, match="expected a target for each row"):
         penstock.chunked_loss(hidden, target[:, :3], head)
-    with pytest.raises(penstock.StageError, match="at least 1 row"):
+    with pytest.raises(penstock.errors.StageError, match="at least 1 row"):
         penstock.chunked_loss(hidden, target, head, rows=0)

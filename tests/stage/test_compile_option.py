@@ -98,7 +98,7 @@ def test_a_backend_that_fails_is_told_once_and_the_stage_runs_eagerly() -> None:
     want, _ = gradients(make_module())
     module = make_module()
     stage_of(module, {"backend": broken})
-    with pytest.warns(penstock.NotCompiled, match="ValueError: no such instruction") as told:
+    with pytest.warns(penstock.errors.NotCompiled, match="ValueError: no such instruction") as told:
         got, _ = gradients(module)
     assert len(told) == 1
     assert all(map(torch.equal, want, got))

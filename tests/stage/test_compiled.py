@@ -360,7 +360,7 @@ def test_a_backward_that_cannot_be_cut_gives_its_gradients_in_the_input_pass(mon
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     x = start().requires_grad_()
     torch.manual_seed(0)
-    with pytest.warns(penstock.NotDeferred, match="whose backward has effects"):
+    with pytest.warns(penstock.errors.NotDeferred, match="whose backward has effects"):
         output, pending = run_deferred(Deferral(compiled), compiled, (x,), {})
     backward_input([output.pow(2).sum()], [None], pending, inputs=[x])
     backward_weight(pending)

@@ -93,7 +93,7 @@ def split_modules(
 
     With `example`, the arguments of one call of the model, the stages are run after one another and compared with the model: a
     forward that does more than call these submodules in order (a residual of its own, say) is refused. Without it a warning
-    (`penstock.UnverifiedSplit`) says that nobody has looked.
+    (`penstock.errors.UnverifiedSplit`) says that nobody has looked.
 
     `calls` says how a submodule is called where that is not ``module(*previous)``:
     ``{"layers.0": lambda layer, x: layer(x)[0]}``; a key may be a pattern, ``"layers.*"``. The model is not changed,

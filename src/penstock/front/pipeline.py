@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -28,6 +29,7 @@ from penstock.front.loading import load_into, take_weights
 from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
 from penstock.front.names import stage_tensors
+from penstock.front.option_types import PipelineOptions
 from penstock.front.own_stages import OwnStages, one_call
 from penstock.front.pipeline_options import Request, check_named, sorted_options
 from penstock.front.publish import Origin
@@ -89,7 +91,7 @@ class Pipeline(OwnStages):
         loss_fn: Callable[..., Tensor] | None = None,
         schedule: str | Plan | Recipe = "auto",
         microbatches: int = 8,
-        **options: object,
+        **options: Unpack[PipelineOptions],
     ) -> None:
         of_model, of_cut, of_ranks, of_steps = sorted_options(options)
         check_named(example, loss_fn, schedule, microbatches)

@@ -265,7 +265,7 @@ GROUPS = (ModelOptions, CutOptions, RankOptions, StepOptions)
 FIRST = ("model", "example", "loss_fn", "schedule", "microbatches")  # the named parameters of Pipeline
 
 
-def sorted_options(given: Mapping[str, Value]) -> tuple[ModelOptions, CutOptions, RankOptions, StepOptions]:
+def sorted_options(given: Mapping[str, object]) -> tuple[ModelOptions, CutOptions, RankOptions, StepOptions]:
     """The options in their groups; one that does not exist is an error that names the nearest."""
     known = {f.name: group for group in GROUPS for f in fields(group)}
     for name in given:
@@ -273,9 +273,10 @@ def sorted_options(given: Mapping[str, Value]) -> tuple[ModelOptions, CutOptions
             near = difflib.get_close_matches(name, [*FIRST, *known], n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}=?" if near else "docs/guides/options.md has them all"
             raise UnknownNameError(f"Pipeline has no option {name}=; {meant}")
-    of_model, of_cut, of_ranks, of_steps = (
-        {name: value for name, value in given.items() if known[name] is group} for group in GROUPS
-    )
+    groups: dict[type, dict[str, Value]] = {group: {} for group in GROUPS}
+    for name, value in given.items():
+        groups[known[name]][name] = value
+    of_model, of_cut, of_ranks, of_steps = groups.values()
     return ModelOptions(**of_model), CutOptions(**of_cut), RankOptions(**of_ranks), StepOptions(**of_steps)
 
 

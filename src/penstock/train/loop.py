@@ -84,7 +84,7 @@ class Run:
             rng="per-microbatch",
             seed=options.seed + self.replica * SEEDS_APART,
             mesh=mesh,
-            data_parallel=options.data_parallel,
+            data_parallel="fsdp" if options.data_parallel == "fsdp" else "ddp",
             loss_scale=self.update.scaler if self.update.scaler.is_enabled() else None,
             run_folder=options.folder,
             device=device,
