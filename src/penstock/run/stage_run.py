@@ -35,7 +35,6 @@ from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
 from penstock.stage.recompute import AtOnce, Repeats
 from penstock.stage.rehearsal import refuse_fake
-from penstock.stage.shortcut import HeldGraph
 from penstock.stage.twins import CompiledParts
 
 ModuleCall = Callable[[int, tuple[Value, ...], dict[str, Value]], Value]
@@ -72,8 +71,8 @@ class StageRun:
         # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
         parts = CompiledParts(self.inner, split=False) if self.deferral is None else self.deferral.compiled
         self.compiled = parts or None
-        # What I leaves for W; and the graphs of forwards that autograd knows nothing of, till the end of their backwards.
-        self.pending: list[Pending | ManualWeight | HeldGraph | None] = [None] * num_microbatches
+        # What I leaves for W.
+        self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
         self.repeats: Repeats | None = None
         if repeated:
@@ -84,10 +83,6 @@ class StageRun:
         self.moved = moved  # those of which what the forward saved is moved away and back
         self.elsewhere = setting.elsewhere or HostMemory()
         self.saved: list[Saved | None] = [None] * num_microbatches
-        # A loss may change the output in place, several boxes would each give a gradient, and a wrapper wants to be called.
-        alone = grad and self.manual is None and not stage.is_last and len(outboxes) == 1
-        alone = alone and unwrap(self.module) is self.module
-        self.unattached = frozenset(range(num_microbatches)) - repeated - moved if alone and parts else frozenset()
         for outbox in outboxes:
             outbox.repeated = repeated
             if outbox.inbox is not None:
@@ -231,10 +226,7 @@ class StageRun:
         return output
 
     def call_once(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-        found = self.compiled.call_held(args, kwargs) if microbatch in self.unattached else None  # type: ignore[union-attr]
-        if found is not None:
-            output, self.pending[microbatch] = found
-        elif microbatch not in self.split:
+        if microbatch not in self.split:
             if self.compiled is None:
                 output = self.module(*args, **kwargs)
             else:
@@ -259,10 +251,7 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """B."""
         roots, grads = self.seeds(microbatch)
-        if type(held := self.pending[microbatch]) is HeldGraph:
-            held.input_pass(roots, grads)
-            self.backward_weight(microbatch)
-        elif roots and self.compiled is not None and self.compiled.split:
+        if roots and self.compiled is not None and self.compiled.split:
             with collecting() as work:
                 run_engine(tuple(roots), tuple(grads))
             accumulate_graphs(work, self.compiled.listeners)
@@ -280,12 +269,9 @@ class StageRun:
         roots, grads = self.seeds(microbatch)
         pending = self.pending[microbatch]
         assert pending is not None, "the check has found its F"
-        if type(pending) is HeldGraph:
-            pending.input_pass(roots, grads)
-        else:
-            leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
-            backward_input(roots, grads, pending, inputs=leaves)
-            del leaves
+        leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
+        backward_input(roots, grads, pending, inputs=leaves)
+        del leaves
         if self.alone:
             self.let_go(microbatch)
 
@@ -293,10 +279,7 @@ class StageRun:
         """W."""
         pending, self.pending[microbatch] = self.pending[microbatch], None
         assert pending is not None, "the check has found its I"
-        if type(pending) is HeldGraph:
-            pending.weight_pass(self.compiled.listeners)  # type: ignore[union-attr]
-        else:
-            backward_weight(pending)
+        backward_weight(pending)
 
     # -- their parts
 

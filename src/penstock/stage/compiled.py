@@ -215,8 +215,6 @@ def _noticed(run: GraphCall) -> GraphCall:
             also()
         return run(*args)
 
-    if isinstance(run, Joint):
-        call.joint = run  # type: ignore[attr-defined]  # where `Shortcuts` finds it
     return call
 
 

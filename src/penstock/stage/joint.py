@@ -26,7 +26,6 @@ from torch import Tensor, fx
 
 from penstock.errors import StageError
 from penstock.nest import Value
-from penstock.stage.buffers import memory_of
 from penstock.stage.cut_graph import (
     NOTE,
     BackwardParts,
@@ -93,7 +92,6 @@ class Joint:
         self.places = [self.backward.sources.index(place) for place in wanted]
         self.held_to_input: int | None = None  # bytes that a microbatch holds after its forward, once one ran
         self.held_to_weight: int | None = None  # and after its input pass
-        self.given: list[int] | None = None  # which of the saved values somebody else can change, once one ran
 
     @classmethod
     def of(cls, noted: TracedGraph, examples: Sequence[object]) -> Joint | None:
@@ -123,14 +121,6 @@ class Joint:
         """The forward: its outputs, and what it saves for the backward."""
         values = self.run(self.forward, list(args))
         return list(values[: self.num_outputs]), list(values[self.num_outputs :])
-
-    def versions(self, others: Sequence[object], saved: Sequence[Value]) -> list[int]:
-        """How often those saved values were changed in place that somebody else can change: inputs, outputs, and views."""
-        if self.given is None:
-            known = {memory_of(value) for value in others}
-            tensors = [(place, value) for place, value in enumerate(saved) if isinstance(value, Tensor)]
-            self.given = [place for place, value in tensors if memory_of(value) in known or value._is_view()]
-        return [saved[place]._version for place in self.given]
 
     def differentiated(
         self, saved: list[Value], grads: Sequence[Tensor | None], parameters: Sequence[Tensor]
@@ -186,11 +176,6 @@ class _JointFunction(torch.autograd.Function):
         else:
             hand_over(work)
         return (None, None, None, *(found or (None,)))
-
-
-def is_output_of_joint(tensor: Tensor) -> bool:
-    """Whether a tensor comes from such a graph, and nothing else was done to it."""
-    return _is_joint(tensor.grad_fn)
 
 
 def _is_joint(node: object) -> bool:

@@ -30,7 +30,6 @@ from penstock.stage.cut_graph import in_one_piece
 from penstock.stage.engine import nodes_reached
 from penstock.stage.joint import parameters_of
 from penstock.stage.listeners import Listeners
-from penstock.stage.shortcut import HeldGraph, Shortcuts
 
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizeContext
@@ -113,25 +112,23 @@ class CompiledPart:
         self.forwards = {part: made for part in inside if (made := _forward_of(part)) is not None}
         fullgraph, dynamic = bool(self.context.fullgraph), self.context._dynamic
         self.twin = torch.compile(self.eager, backend=self.backend, fullgraph=fullgraph, dynamic=dynamic)
-        self.shortcuts = Shortcuts(self.eager, self.twin)
 
     def begin(self) -> None:
         """Before a step. Hooks are traced with the module, and torch.compile does not ask whether they are still the same."""
         if self.hooks != _hooks_inside(self.module):
             self.compile(alone=True)
-        self.shortcuts.begin()
 
     def first_call(self, *args: object, **kwargs: object) -> object:
         """The twin's first call in a step, which shows whether there is a graph in it."""
         try:
             # It stands here again where a forward is run a second time, as if the first had not been (`AtOnce`).
-            output = self.shortcuts(*args, **kwargs) if self.called else self.told_if_untraced(args, kwargs)
+            output = self.twin(*args, **kwargs) if self.called else self.told_if_untraced(args, kwargs)
         except Exception:
             self.compile(alone=True)  # torch.compile may have given up on code that was called with something wrong
             raise
         self.called = True
         if self.attributes[self.place] == self.first_call:
-            self.attributes[self.place] = self.shortcuts
+            self.attributes[self.place] = self.twin
         return output
 
     def told_if_untraced(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
@@ -140,7 +137,7 @@ class CompiledPart:
         before = dict(breaks)
         calls: list[None] = []
         with on_call(lambda: calls.append(None)):
-            output = self.shortcuts(*args, **kwargs)
+            output: Value = self.twin(*args, **kwargs)
         if not calls and next(self.module.parameters(), None) is not None:  # else there may be nothing to compute
             news = [reason for reason, count in breaks.items() if count > before.get(reason, 0)]
             self.backend.tell(StageError(news[-1] if news else "torch.compile found no graph in it"))
@@ -189,12 +186,6 @@ class CompiledParts:
         to_input, to_weight = joints[0].held_to_input, joints[0].held_to_weight
         return None if to_input is None or to_weight is None else (to_input, to_weight)
 
-    def call_held(self, args: tuple[Value, ...], kwargs: dict[str, Value]) -> tuple[Value, HeldGraph] | None:
-        """Call a module that is compiled as a whole without autograd; None if something stands against it."""
-        if self.outer is None or self.used_outside or has_hooks(self.outer):
-            return None
-        return self.parts[0].shortcuts.held(args, kwargs)
-
     def in_one_piece(self, *, split: bool) -> in_one_piece:
         """Around a forward: which graphs give their gradients by way of autograd.
 
@@ -242,7 +233,7 @@ class CompiledParts:
                 self.used_outside, self.looked_at, self.parameters = {}, None, parameters
         for part in self.parts:
             part.begin()
-            calls = [(part.attributes, part.place, part.shortcuts if part.called else part.first_call)]
+            calls = [(part.attributes, part.place, part.twin if part.called else part.first_call)]
             # torch.compile sees every forward inside, whatever hooks are around it.
             calls += [(vars(inside), "forward", forward) for inside, forward in part.forwards.items()]
             for table, name, call in calls:
