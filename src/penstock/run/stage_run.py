@@ -254,7 +254,7 @@ class StageRun:
         if roots and self.compiled is not None and self.compiled.split:
             with collecting() as work:
                 run_engine(tuple(roots), tuple(grads))
-            accumulate_graphs(work, self.compiled.listeners)
+            accumulate_graphs(work)
         elif roots:
             run_engine(tuple(roots), tuple(grads))
         if self.manual is not None:  # weight work made by hand, in the same breath

@@ -165,7 +165,7 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         compiled = pending.deferral.compiled
         assert compiled is not None, "graphs are those of compiled parts"
         if not (compiled.shared or work or batches):
-            accumulate_graphs(pending.graphs, compiled.listeners)
+            accumulate_graphs(pending.graphs)
             return
         # Some parameter may be in several of these, and its hooks fire once.
         parameters, grads = weight_gradients(pending.graphs)

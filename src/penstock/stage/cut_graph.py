@@ -25,7 +25,6 @@ from penstock.nest import Value
 from penstock.stage.buffers import memory_of
 from penstock.stage.engine import run_engine
 from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs, unpack
-from penstock.stage.listeners import Listeners
 
 Compiled = Callable[[list[Value]], Sequence[Value]]
 """A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -121,23 +120,11 @@ def hand_over(work: GraphWork) -> None:
     (accumulate_graphs if collected is None else collected.extend)([work])
 
 
-def accumulate_graphs(work: list[GraphWork], listeners: Listeners | None = None) -> None:
-    """Run the weight parts; the engine accumulates each parameter once, with all its hooks.
-
-    Where `listeners` knows that there are none, the gradients are just added.
-    """
-    with torch.no_grad():
-        if len(work) == 1 and listeners is not None:
-            one = work.pop()
-            values = one.run(one.kept)
-            if listeners.add(one.parameters, values, one.packing):
-                return
-            roots, grads = one.by_parameter(values)
-        else:
-            roots, grads = weight_gradients(work)
-        if not roots or (listeners is not None and listeners.add(roots, grads)):
-            return
-    run_engine(tuple(roots), tuple(grads))
+def accumulate_graphs(work: list[GraphWork]) -> None:
+    """Run the weight parts; the engine accumulates each parameter once, with all its hooks."""
+    roots, grads = weight_gradients(work)
+    if roots:
+        run_engine(tuple(roots), tuple(grads))
 
 
 def weight_gradients(work: list[GraphWork]) -> tuple[list[Tensor], list[Tensor]]:

@@ -29,7 +29,6 @@ from penstock.stage.compiled import SplitBackend, StageBackend, on_call
 from penstock.stage.cut_graph import in_one_piece
 from penstock.stage.engine import nodes_reached
 from penstock.stage.joint import parameters_of
-from penstock.stage.listeners import Listeners
 
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizeContext
@@ -159,7 +158,6 @@ class CompiledParts:
         self.outer = module if whole else None  # compiled itself, with nothing around it
         # While the twins run: where something else stands than before, under which name, and what stood there.
         self.before: list[tuple[dict[str, Value], str, Value]] | None = None
-        self.listeners: Listeners | None = None  # in a step: who waits to hear of gradients
         # Parameters of graphs one of which other code was found to use, too.
         self.used_outside: dict[int, Tensor] = {}
         self.looked_at: int | None = None  # how many graphs there were when `look` last looked for such
@@ -226,7 +224,7 @@ class CompiledParts:
         """From now on calls of the parts go to their twins."""
         if self.before is not None:
             return
-        self.before, self.listeners = [], Listeners()
+        self.before = []
         if self.used_outside or not self.parameters:
             parameters = [parameter for part in self.parts for parameter in part.module.parameters()]
             if list(map(id, parameters)) != list(map(id, self.parameters)):  # others were put there since
@@ -247,7 +245,7 @@ class CompiledParts:
                 del table[name]
             else:
                 table[name] = call
-        self.before = self.listeners = None
+        self.before = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
