@@ -5,7 +5,7 @@ boundary   boundary (what crosses, taken apart), dtensors (parts that are spread
 backward   backward (in one piece or in two), engine; for two: intercept (layers that put their weights off), calls
            and deferred (what they remember), batched (the weight pass)
 compiled   twins (compiled parts, and `compile=`), compiled (backends), joint and cut_graph (forward and both backwards as
-           graphs), equal_products, rehearsal (a run without data)
+           graphs), rehearsal (a run without data)
 memory     recompute (R), offload (O and L), chunked_loss, held (bytes that are alive)
 """
 

@@ -15,7 +15,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, fx
 from penstock.nest import Value
 from penstock.stage.buffers import memory_of
 from penstock.stage.engine import run_engine
-from penstock.stage.equal_products import Packing, batch_equal_products, pack_outputs, unpack
 
 Compiled = Callable[[list[Value]], Sequence[Value]]
 """A compiled graph: takes a list of its inputs, which it empties, and returns its outputs."""
@@ -38,14 +36,11 @@ class GraphWork(NamedTuple):
     run: Compiled
     kept: list[Value]
     parameters: Sequence[Tensor]
-    packing: Packing  # how gradients lie in what it returns
 
-    def by_parameter(self, values: Sequence[Value]) -> tuple[list[Tensor], list[Tensor]]:
-        """What `run` returned: parameters that are trained, and a gradient for each of them."""
-        grads = unpack(self.packing, values)
-        if all(map(_IS_TRAINED, self.parameters)) and not any(map(_IS_NONE, grads)):
-            return list(self.parameters), grads
-        pairs = [(p, g) for p, g in zip(self.parameters, grads, strict=True) if g is not None and p.requires_grad]
+    def by_parameter(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Parameters that are trained, and a gradient for each of them."""
+        found = zip(self.parameters, self.run(self.kept), strict=True)
+        pairs = [(p, g) for p, g in found if g is not None and p.requires_grad]
         return [parameter for parameter, _ in pairs], [grad for _, grad in pairs]
 
     def apart(self) -> list[Value]:
@@ -53,10 +48,10 @@ class GraphWork(NamedTuple):
         known = [memory_of(value) for value in self.kept]  # which `run` empties
         values = list(self.run(self.kept))
         known += map(memory_of, values)
-        for place, value in enumerate(values):  # those that lie in one batch do not overlap
+        for place, value in enumerate(values):
             if value is not None and known.count(memory_of(value)) > 1:
                 values[place] = value.clone()
-        return unpack(self.packing, values)
+        return values
 
 
 class _Here(threading.local):
@@ -69,7 +64,6 @@ class _Here(threading.local):
 here = _Here()
 NOTE = "penstock.stage.compiled"  # under this key autograd's node of a call knows its parameters
 _C: Any = torch._C
-_IS_TRAINED, _IS_NONE = operator.attrgetter("requires_grad"), partial(operator.is_, None)
 
 
 class collecting:
@@ -134,7 +128,7 @@ def weight_gradients(work: list[GraphWork]) -> tuple[list[Tensor], list[Tensor]]
     with torch.no_grad():
         while work:
             one = work.pop()
-            parameters, found = one.by_parameter(one.run(one.kept))
+            parameters, found = one.by_parameter()
             roots += parameters
             grads += found
     return roots, grads
@@ -175,14 +169,12 @@ def split_backward(
         compiled = called_shortly(compiler(part, [values[node] for node in reads]))
     kept = passed + made
     part = _extracted(graph, second, kept, [grads[place] for place in waiting])
-    batch_equal_products(part)
     return BackwardParts(
         sources,
         places=places,
         waiting=waiting,
         reads=list(map(given.index, reads)),
         passes=list(map(given.index, passed)),
-        packing=pack_outputs(part),
         first=compiled,
         second=called_shortly(compiler(part, [values.get(node, node.meta["val"]) for node in kept])),
     )
@@ -197,7 +189,6 @@ class BackwardParts:
     waiting: list[int]  # and which the second, those of parameters
     reads: list[int]  # which inputs the first part reads
     passes: list[int]  # which inputs are kept for the second
-    packing: Packing  # of what the second returns
     first: Compiled | None  # None: it would give nothing
     second: Compiled
     shared: list[int] | None = None  # places of gradients in memory of one another or of `kept`, once it ran
@@ -228,11 +219,11 @@ class BackwardParts:
         node = _C._current_autograd_node()
         parameters = None if node is None else node.metadata.get(NOTE)
         if parameters is None:  # it was called with the parameters themselves
-            work = GraphWork(self.second, kept, (), self.packing)
+            work = GraphWork(self.second, kept, ())
             for place, value in zip(self.waiting, work.apart(), strict=True):
                 found[place] = value
         else:
-            hand_over(GraphWork(self.second, kept, parameters, self.packing))
+            hand_over(GraphWork(self.second, kept, parameters))
         return found
 
     def boxed(self) -> Compiled:

@@ -132,7 +132,7 @@ class Joint:
             self.held_to_weight = _bytes_beside(kept, parameters)
         second = self.backward.second
         run = partial(self.run, second) if self.amp else second
-        return [found[place] for place in self.places], GraphWork(run, kept, parameters, self.backward.packing)
+        return [found[place] for place in self.places], GraphWork(run, kept, parameters)
 
     def run(self, call: Compiled, given: list[object]) -> Value:
         """Run a part; autocast, whose casts are in the graph, must not cast again."""
