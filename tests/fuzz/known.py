@@ -27,13 +27,7 @@ def _splits(case: Case) -> bool:
     return any(name not in whole for name in names)
 
 
-def _tp(case: Case) -> bool:
-    return int(case.mesh.get("tp", 1)) > 1
-
-
 KNOWN: dict[str, Predicate] = {
-    # The fuzzer cuts tables and linear weights along different dimensions: tied, they would be one weight cut in two ways.
-    "ties under tensor parallelism": lambda case: _tp(case) and bool(case.ties),
     # An output becomes contiguous on its way, and products in bfloat16 are rounded by how what they read is laid out.
     "smaller types after other strides": lambda case: {"half", "strides"} <= case.traits,
     # A conjugated output of a compiled stage.

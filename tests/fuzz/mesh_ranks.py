@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,15 @@ def wrapped(module: nn.Module, mesh: Any, kind: str) -> nn.Module:
     return fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
 
 
-def parallelize(module: nn.Module, mesh: Any) -> nn.Module | None:
+def parallelize_tied(module: nn.Module, mesh: Any) -> nn.Module | None:
+    """As `parallelize`, with linear weights cut along the dimension of tables, which may be tied to them."""
+    return parallelize(module, mesh, {**SHARDED, "*.linear.weight": 1})
+
+
+def parallelize(module: nn.Module, mesh: Any, sharded: Mapping[str, int] = SHARDED) -> nn.Module | None:
     """Parameters of a captured stage by their names; layers of one made by hand as torch does it."""
     if not isinstance(module, Part):
-        penstock.shard_parameters(module, mesh["tp"], SHARDED)
+        penstock.shard_parameters(module, mesh["tp"], dict(sharded))
         return None
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -82,7 +88,7 @@ class MeshRank(Rank):
         if kind in ("ddp", "fsdp"):
             options["data_parallel"] = kind
         if tp > 1:
-            options["parallelize"] = parallelize
+            options["parallelize"] = parallelize_tied if case.ties else parallelize
         if kind in BY_HAND:
             return self.made_by_hand(case, options, wrap=kind)
         if not case.captured:
