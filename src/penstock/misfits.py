@@ -14,14 +14,14 @@ import inspect
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Literal, TypeVar, Union, cast
+from typing import Any, TypeVar, cast
 
-from penstock.errors import PenstockError, PlanError
+from penstock.checks import fits
+from penstock.errors import PenstockError
 
 _Taken = TypeVar("_Taken", bound=Callable[..., object])
-_Row = TypeVar("_Row")
 _RAW = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)
 
 
@@ -41,21 +41,6 @@ def takes(error: type[PenstockError]) -> Callable[[_Taken], _Taken]:
         return cast("_Taken", _watched(taken, error))
 
     return decorate
-
-
-def entry(rows: Sequence[_Row], at: int, asked: str) -> _Row:
-    """What stands at a number from 0 up; `asked` is the call as far as its argument, for the error.
-
-    >>> entry(("a", "b"), 2, "rank_of(stage")
-    Traceback (most recent call last):
-    penstock.errors.PlanError: rank_of(stage=2); expected a stage from 0 to 1
-    """
-    try:
-        if at >= 0:
-            return rows[at]
-    except (IndexError, TypeError, RuntimeError):  # the last of a tensor, which is no number
-        pass
-    raise PlanError(f"{asked}={at!r:.40}); expected a {asked.rpartition('(')[2]} from 0 to {len(rows) - 1}")
 
 
 def _watched(function: Callable[..., object], error: type[PenstockError]) -> Callable[..., object]:
@@ -100,36 +85,3 @@ def _hint(function: Callable[..., object], annotation: object) -> Any:
         return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), names)["it"]
     except NameError:  # imported for type checkers alone
         return Any
-
-
-def fits(value: object, hint: object) -> bool:
-    """Whether a value is what an annotation says, as far as it says it simply; else yes.
-
-    >>> fits([1, "2"], list[int]), fits(None, int | None), fits(3, float)
-    (False, True, True)
-    """
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
-    if kind is Literal:
-        return any(value is one or value == one for one in inner if type(one) is type(value))
-    if hint is float:
-        return isinstance(value, int | float)
-    plain: Any = type(None) if hint is None else kind or hint
-    if not isinstance(plain, type) or plain is Any:
-        return True
-    try:
-        if not isinstance(value, plain):
-            return False
-    except TypeError:  # a protocol that cannot be asked
-        return True
-    if isinstance(value, Mapping) and len(inner) == 2:
-        return all(fits(key, inner[0]) and fits(one, inner[1]) for key, one in value.items())
-    if isinstance(value, tuple) and kind is tuple and Ellipsis not in inner:
-        return len(value) == len(inner) and all(fits(one, own) for one, own in zip(value, inner, strict=True))
-    if isinstance(value, Collection) and inner and kind is not type:
-        try:
-            return all(fits(one, inner[0]) for one in value)
-        except TypeError:  # a tensor without dimensions has the methods of a collection, and is none
-            return False
-    return True

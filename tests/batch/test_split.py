@@ -96,7 +96,7 @@ def test_the_common_case_walks_no_tree():
     finally:
         sys.setprofile(None)
         gc.enable()
-    assert set(called) <= {"split_batch", "<listcomp>", "profile", "call"}  # the last is the one of `@takes`
+    assert set(called) <= {"split_batch", "<listcomp>", "profile", "microbatch_sizes"}
 
 
 def test_the_short_way_and_the_long_way_agree():

@@ -15,6 +15,7 @@ import penstock
 
 INSIDE = {
     "__main__",
+    "checks",
     "misfits",
     "cli",
     "compat",

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.checks import fits
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, PlanError, RunError
-from penstock.misfits import fits, takes
+from penstock.misfits import takes
 from penstock.plan import pack, unpack
 from penstock.run.lookout import FOLDER, read_folder
 from penstock.simulate import simulate

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from penstock.errors import SplitError
-from penstock.misfits import takes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -28,7 +27,6 @@ def block_mask_batch(mask: BlockMask) -> int:
     return 1 if mask.kv_num_blocks.dim() < 3 else mask.kv_num_blocks.size(0)
 
 
-@takes(SplitError)
 def split_block_mask(mask: BlockMask, sizes: Sequence[int]) -> list[BlockMask]:
     """One block mask for each size, each of which sees its own rows as rows 0, 1, ...
 

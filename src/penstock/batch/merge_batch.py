@@ -11,14 +11,13 @@ from torch import Tensor
 from penstock.batch.masks import is_block_mask
 from penstock.batch.specs import CustomReducer, Path, TensorChunkSpec, child_specs, is_leaf_spec, open_value
 from penstock.batch.tensors import merge_tensors
+from penstock.checks import check_types
 from penstock.errors import MergeError
-from penstock.misfits import takes
 from penstock.nest import Node, Value, open_object
 
 _OUTPUT = Path("output", "output_merge_spec")
 
 
-@takes(MergeError)
 def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
     """One value of the same structure from a value of each microbatch: the inverse of splitting, by the same specs.
 
@@ -33,9 +32,14 @@ def merge_chunks(chunks: Sequence[Value], chunk_spec: object = None) -> Value:
     - By default tensors without a dimension are stacked, one entry for a microbatch, and values that are no tensors
       must be the same in every microbatch.
     """
-    if not len(chunks):
+    try:
+        count = len(chunks)
+    except TypeError:
+        check_types("merge_chunks", MergeError, chunks=(chunks, Sequence))
+        raise
+    if not count:
         raise MergeError("there are no microbatches to put together")
-    if (chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec)) and len(chunks) > 1:
+    if (chunk_spec is None or isinstance(chunk_spec, TensorChunkSpec)) and count > 1:
         dim = 0 if chunk_spec is None else chunk_spec.split_dim
         if all(type(chunk) is Tensor for chunk in chunks) and len({chunk.shape for chunk in chunks}) == 1:
             if -chunks[0].dim() <= dim < chunks[0].dim():

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch.utils import _pytree as pytree
 
 from penstock.batch.masks import is_block_mask
+from penstock.checks import check_types
 from penstock.errors import SplitError
-from penstock.misfits import takes
 from penstock.nest import By, Node, Value, open_node
 
 
@@ -75,7 +75,6 @@ class CustomReducer:
 sum_reducer = CustomReducer(0, operator.add)
 
 
-@takes(SplitError)
 class Microbatches(Sequence[Value]):
     """A batch that is already cut: given where a batch is expected, it is used as it is.
 
@@ -89,7 +88,11 @@ class Microbatches(Sequence[Value]):
     __slots__ = ("_items",)
 
     def __init__(self, items: Iterable[Value]) -> None:
-        self._items = tuple(items)
+        try:
+            self._items = tuple(items)
+        except TypeError:
+            check_types("Microbatches", SplitError, items=(items, Iterable))
+            raise
 
     def __len__(self) -> int:
         return len(self._items)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from penstock.batch.masks import block_mask_batch, is_block_mask, split_block_mask
 from penstock.batch.specs import Microbatches, Path, TensorChunkSpec, child_specs, is_replicate, open_value
 from penstock.batch.tensors import is_dtensor, microbatch_sizes, normal_dim, split_sizes
+from penstock.checks import check_types
 from penstock.errors import SplitError
-from penstock.misfits import takes
 from penstock.nest import Kind, Node, Value, has_tensor
 
 Split: TypeAlias = tuple[list[tuple[Value, ...]], list[dict[str, Value]]]
@@ -35,7 +35,6 @@ _KWARGS = Path("kwargs", "kwargs_chunk_spec")
 _TARGET = Path("target", "target_chunk_spec")
 
 
-@takes(SplitError)
 def split_batch(
     args: tuple[object, ...],
     kwargs: Mapping[str, object] | None,
@@ -56,16 +55,22 @@ def split_batch(
     Specs stand as their values stand, may leave keys out, and hold for everything below them. `batch_size` overrules
     the size that the tensors show. `Microbatches([...])` as an argument is used as it is.
     """
-    if len(args) == 1 and not kwargs and args_spec is None and batch_size is None:
-        only = args[0]
-        if type(only) is Tensor and only.dim() and only.size(0) >= num_microbatches > 0:
-            sizes = microbatch_sizes(only.size(0), num_microbatches)
-            pieces = only.split_with_sizes(sizes) if only.requires_grad else only.unsafe_split_with_sizes(sizes)
-            return [(piece,) for piece in pieces], [{} for _ in pieces]
-    return _split_calls(args, kwargs or {}, num_microbatches, _Rule(args_spec, kwargs_spec, batch_size))
+    try:
+        if len(args) == 1 and not kwargs and args_spec is None and batch_size is None:
+            only = args[0]
+            if type(only) is Tensor and only.dim() and only.size(0) >= num_microbatches > 0:
+                sizes = microbatch_sizes(only.size(0), num_microbatches)
+                pieces = only.split_with_sizes(sizes) if only.requires_grad else only.unsafe_split_with_sizes(sizes)
+                return [(piece,) for piece in pieces], [{} for _ in pieces]
+        return _split_calls(args, kwargs or {}, num_microbatches, _Rule(args_spec, kwargs_spec, batch_size))
+    except Exception:
+        check_types("split_batch", SplitError, args=(args, tuple | list), kwargs=(kwargs, Mapping | None))
+        check_types(
+            "split_batch", SplitError, num_microbatches=(num_microbatches, int), batch_size=(batch_size, int | None)
+        )
+        raise
 
 
-@takes(SplitError)
 def split_args_kwargs_into_chunks(
     args: tuple[object, ...],
     kwargs: Mapping[str, object] | None,
@@ -85,10 +90,14 @@ def split_args_kwargs_into_chunks(
     `strict=False` cuts every tensor that has no spec along dimension 0, whatever its size, as
     torch.distributed.pipelining does.
     """
-    return _split_calls(args, kwargs or {}, chunks, _Rule(args_chunk_spec, kwargs_chunk_spec, None, strict))
+    try:
+        return _split_calls(args, kwargs or {}, chunks, _Rule(args_chunk_spec, kwargs_chunk_spec, None, strict))
+    except Exception:
+        call = "split_args_kwargs_into_chunks"
+        check_types(call, SplitError, args=(args, tuple | list), kwargs=(kwargs, Mapping | None), chunks=(chunks, int))
+        raise
 
 
-@takes(SplitError)
 def split_target(target: Value, num_microbatches: int, *, target_spec: object = None) -> list[Value]:
     """The target of each microbatch; a target is a tensor, None, a number, or any tree of them.
 
@@ -98,15 +107,18 @@ def split_target(target: Value, num_microbatches: int, *, target_spec: object = 
 
     The default rule holds for the target by itself: its first tensor shows the batch size.
     """
-    if type(target) is Tensor and target_spec is None:
-        if target.dim() and target.size(0) >= num_microbatches > 0:
-            return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
-    leaves: list[_Leaf] = []
-    outline = _outline(target, target_spec, _TARGET, leaves)
-    return list(_fill(outline, _cut_leaves(leaves, num_microbatches), num_microbatches))
+    try:
+        if type(target) is Tensor and target_spec is None:
+            if target.dim() and target.size(0) >= num_microbatches > 0:
+                return split_sizes(target, microbatch_sizes(target.size(0), num_microbatches), 0)
+        leaves: list[_Leaf] = []
+        outline = _outline(target, target_spec, _TARGET, leaves)
+        return list(_fill(outline, _cut_leaves(leaves, num_microbatches), num_microbatches))
+    except Exception:
+        check_types("split_target", SplitError, num_microbatches=(num_microbatches, int))
+        raise
 
 
-@takes(SplitError)
 def batch_size_of(
     args: tuple[object, ...],
     kwargs: Mapping[str, object] | None = None,
@@ -122,12 +134,16 @@ def batch_size_of(
     """
     leaves: list[_Leaf] = []
     _outline(args, args_spec, _ARGS, leaves)
-    _outline(dict(kwargs or {}), kwargs_spec, _KWARGS, leaves)
+    try:
+        named = dict(kwargs or {})
+    except Exception:
+        check_types("batch_size_of", SplitError, kwargs=(kwargs, Mapping | None))
+        raise
+    _outline(named, kwargs_spec, _KWARGS, leaves)
     found = _find_batch(leaves)
     return None if found is None else found.size
 
 
-@takes(SplitError)
 def sizes_of(microbatches: Sequence[Value]) -> tuple[int, ...] | None:
     """The batch size of each ready microbatch, for `weights`; None where one of them shows none.
 
@@ -135,7 +151,12 @@ def sizes_of(microbatches: Sequence[Value]) -> tuple[int, ...] | None:
     >>> sizes_of(split_target(torch.zeros(7), 3))
     (3, 2, 2)
     """
-    sizes = [item.size(0) if type(item) is Tensor and item.dim() else batch_size_of((item,)) for item in microbatches]
+    try:
+        items = iter(microbatches)
+    except TypeError:
+        check_types("sizes_of", SplitError, microbatches=(microbatches, Sequence))
+        raise
+    sizes = [item.size(0) if type(item) is Tensor and item.dim() else batch_size_of((item,)) for item in items]
     known = tuple(size for size in sizes if size is not None)
     return known if len(known) == len(sizes) else None
 

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.batch.specs import TensorChunkSpec
+from penstock.checks import check_types
 from penstock.errors import MergeError, SplitError
-from penstock.misfits import takes
 from penstock.nest import Value
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@takes(SplitError)
-@lru_cache(maxsize=1024)
 def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """The rows of each microbatch: as equal as possible, larger ones first.
 
@@ -33,6 +31,17 @@ def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     These are the sizes of `torch.tensor_split`, and those of `torch.chunk` whenever the batch divides evenly. No
     microbatch is ever empty: a batch with fewer rows than microbatches is a SplitError.
     """
+    try:
+        return _microbatch_sizes(batch_size, num_microbatches)
+    except Exception:
+        check_types(
+            "microbatch_sizes", SplitError, batch_size=(batch_size, int), num_microbatches=(num_microbatches, int)
+        )
+        raise
+
+
+@lru_cache(maxsize=1024)
+def _microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches < 1:
         raise SplitError(f"num_microbatches is {num_microbatches}; expected 1 or more")
     if batch_size < 1:
@@ -51,21 +60,23 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
     return (each + 1,) * larger + (each,) * (parts - larger)
 
 
-@takes(SplitError)
 def weights(sizes: Iterable[int]) -> tuple[Fraction, ...]:
     """The part of the whole batch that each microbatch is; the sum is exactly 1.
 
     >>> weights([3, 2, 2])
     (Fraction(3, 7), Fraction(2, 7), Fraction(2, 7))
     """
-    sizes = tuple(sizes)
-    total = sum(sizes)
-    if total <= 0 or min(sizes) < 0:
-        raise SplitError(f"microbatch sizes {sizes} have no weights; expected counts of rows with a sum above 0")
-    return tuple(Fraction(size, total) for size in sizes)
+    try:
+        counts = tuple(sizes)
+        total = sum(counts)
+        if total > 0 and min(counts) >= 0:
+            return tuple(Fraction(size, total) for size in counts)
+    except Exception:
+        check_types("weights", SplitError, sizes=(sizes, Sequence[int]))
+        raise
+    raise SplitError(f"microbatch sizes {counts} have no weights; expected counts of rows with a sum above 0")
 
 
-@takes(SplitError)
 def weighted_mean(values: Sequence[Value], sizes: Sequence[int]) -> Value:
     """The mean over the whole batch from the means over its microbatches: tensors or numbers, weighted by size.
 
@@ -74,6 +85,7 @@ def weighted_mean(values: Sequence[Value], sizes: Sequence[int]) -> Value:
 
     With equal sizes this is the plain mean.
     """
+    check_types("weighted_mean", SplitError, values=(values, Sequence[Tensor | float]), sizes=(sizes, Sequence[int]))
     if len(values) != len(sizes):
         raise SplitError(f"{len(values)} values and {len(sizes)} microbatch sizes; expected one size for each value")
     return sum(value * float(weight) for value, weight in zip(values, weights(sizes), strict=True))
@@ -85,7 +97,6 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-@takes(SplitError)
 def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_microbatches: int) -> list[Tensor]:
     """The tensor in pieces along `spec.split_dim`; see `microbatch_sizes` for how large each is.
 
@@ -95,6 +106,7 @@ def split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_microbatches: int) -
     The pieces share the tensor's memory. A DTensor is cut without communication, each rank its own shard: the pieces
     keep mesh and placements.
     """
+    check_types("split_tensor", SplitError, tensor=(tensor, Tensor), spec=(spec, TensorChunkSpec))
     dim = normal_dim(tensor, spec.split_dim)
     return split_sizes(tensor, microbatch_sizes(tensor.size(dim), num_microbatches), dim)
 
@@ -120,16 +132,19 @@ def split_sizes(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     return list(tensor.split(list(sizes), dim))
 
 
-@takes(MergeError)
 def merge_tensors(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """The pieces side by side along a dimension: the inverse of `split_tensor`.
 
     merge_tensors(split_tensor(x, 4), 0)  # x again
     """
-    if not any(map(is_dtensor, pieces)):
+    try:
+        if any(map(is_dtensor, pieces)):
+            return _merge_dtensors(pieces, dim)
         _check_shapes(pieces, dim)
         return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
-    return _merge_dtensors(pieces, dim)
+    except Exception:
+        check_types("merge_tensors", MergeError, pieces=(pieces, Sequence[Tensor]), dim=(dim, int))
+        raise
 
 
 def _check_shapes(pieces: Sequence[Tensor], dim: int) -> None:

@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
 
+from penstock.checks import fits
 from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
-from penstock.misfits import fits
 from penstock.nest import Value
 
 FILE = "penstock.json"

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
+from penstock.checks import fits
 from penstock.errors import PenstockError, TransportError
-from penstock.misfits import fits
 
 Form = TypeVar("Form")
 

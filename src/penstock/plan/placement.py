@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.checks import entry
 from penstock.errors import PlanError
-from penstock.misfits import entry, takes
+from penstock.misfits import takes
 
 
 @takes(PlanError)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from penstock.checks import entry
 from penstock.errors import PlanError
-from penstock.misfits import entry, takes
+from penstock.misfits import takes
 from penstock.plan.actions import KEY, OP, AnyAction, below, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists

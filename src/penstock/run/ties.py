@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.checks import fits
 from penstock.comm.messages import kind_of
 from penstock.comm.transport import Transport
 from penstock.errors import StageError
-from penstock.misfits import fits
 from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.plan import Placement

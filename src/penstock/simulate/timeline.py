@@ -9,7 +9,7 @@ from math import inf
 from operator import sub
 from typing import NamedTuple
 
-from penstock.misfits import entry
+from penstock.checks import entry
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, AnyAction, partner_of, parts, unpack, with_op
 from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, ROWS, SENDS

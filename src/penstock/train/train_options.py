@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.checks import fits
 from penstock.errors import PenstockError, PlanError, SplitError
-from penstock.misfits import fits
 from penstock.plan.reading import read_text
 from penstock.schedules import get_schedule
 
