@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dtypes": ("errors",),
     "nest": ("errors",),
     "batch": ("plan", "nest"),
-    "health": ("misfits",),
+    "health": ("checks",),
     "comm": ("health", "plan", "dtypes"),
     "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),

@@ -95,6 +95,7 @@ def split_args_kwargs_into_chunks(
     except Exception:
         call = "split_args_kwargs_into_chunks"
         check_types(call, SplitError, args=(args, tuple | list), kwargs=(kwargs, Mapping | None), chunks=(chunks, int))
+        check_types(call, SplitError, strict=(strict, bool | int))
         raise
 
 

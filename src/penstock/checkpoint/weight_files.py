@@ -22,8 +22,8 @@ from torch import Tensor
 from penstock.checkpoint.manifest import FILE, Manifest, check_size, read_small
 from penstock.checkpoint.parts import load_tensors, read_entry
 from penstock.checkpoint.torch_list import LIST, read_list
+from penstock.checks import check_types
 from penstock.errors import PenstockError, StageError
-from penstock.misfits import takes
 
 Source = Mapping[str, Tensor] | str | Path | Sequence[str | Path]
 INDEX_LIMIT = 1 << 28  # bytes of an index file
@@ -128,9 +128,9 @@ def put(target: Tensor, values: Tensor) -> None:
     target.copy_(values)
 
 
-@takes(StageError)
 def open_weights(source: Source) -> Mapping[str, Tensor]:
     """Weights by name out of a dictionary, a file, several, a folder, or a checkpoint."""
+    check_types("open_weights", StageError, source=(source, Source))
     if isinstance(source, Mapping):
         return source
     paths = [Path(source)] if isinstance(source, str | Path) else [Path(path) for path in source]

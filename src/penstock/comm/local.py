@@ -23,13 +23,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.checks import check_types
 from penstock.comm.baton import Baton, Waiting
 from penstock.comm.messages import Receive, Send, Work, kind_of
 from penstock.comm.transport import Store, Transport
 from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
 from penstock.health.failure import FailureRecord
 from penstock.health.position import table
-from penstock.misfits import takes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -128,7 +128,6 @@ class LocalStore:
         self._values.pop(key, None)
 
 
-@takes(TransportError)
 class LocalTransport(Transport):
     """One thread's end. ``world.run`` hands it to the function of each rank.
 
@@ -136,6 +135,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
+        check_types("LocalTransport", TransportError, world=(world, LocalWorld), rank=(rank, int))
         super().__init__()
         self._world = world
         self._watching = False

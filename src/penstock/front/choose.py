@@ -27,12 +27,12 @@ from functools import cached_property
 
 from penstock.balance import Profile
 from penstock.balance.cuts import aligned, size_text
+from penstock.checks import check_types
 from penstock.errors import BalanceError, PlanError
 from penstock.front.candidates import Wishes, candidates, in_pieces
 from penstock.front.choice import FREE, Choice, Spared, Tried, is_timed
 from penstock.front.choice_text import rank_rows
 from penstock.lower import offload, recompute
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of
 from penstock.plan.ops import CHOICES
@@ -47,7 +47,6 @@ Ways = Mapping[int, tuple[str, int]]
 """By stage: how it holds less, and for how many of its microbatches."""
 
 
-@takes(PlanError)
 def choose(profile: Profile, wishes: Wishes) -> Choice:
     """Simulate every candidate with the costs of the profile, and take the fastest that fits.
 
@@ -55,6 +54,7 @@ def choose(profile: Profile, wishes: Wishes) -> Choice:
 
     If none keeps to a limit of memory, BalanceError says the smallest that would do.
     """
+    check_types("choose", PlanError, profile=(profile, Profile), wishes=(wishes, Wishes))
     if not is_timed(profile):
         wishes = replace(wishes, machine=replace(FREE, ranks=wishes.machine.ranks))
     if wishes.schedule == "search":

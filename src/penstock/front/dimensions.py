@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import StageModule
+from penstock.checks import check_types
 from penstock.errors import StageError
-from penstock.misfits import takes
 from penstock.nest import map_tensors
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -50,7 +50,6 @@ MEAN_LOSSES = (
 Parallelize = Callable[[nn.Module, "DeviceMesh"], nn.Module | None]
 
 
-@takes(StageError)
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int]) -> None:
     """Spread parameters over a dimension of the mesh: `dims` says, by a pattern of their names, along which of their own.
 
@@ -61,6 +60,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int
     """
     from torch.distributed.tensor import Shard
 
+    check_types("shard_parameters", StageError, module=(module, nn.Module), dims=(dims, Mapping[str, int]))
     for names, parameter in _by_names(module.named_parameters(remove_duplicate=False)):
         known = dict.fromkeys([*names, *(other for name in names for other in _other_names(module, name))])
         fitting = {name: [dim for pattern, dim in dims.items() if fnmatchcase(name, pattern)] for name in known}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -22,11 +23,11 @@ from penstock.checkpoint.manifest import Damaged, Manifest
 from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
+from penstock.checks import check_types
 from penstock.errors import RunError, StageError
 from penstock.front.companions import Companions, Pending, by_parameter, under
 from penstock.front.ends import Ends, same_everywhere
 from penstock.front.names import StageTensors
-from penstock.misfits import takes
 from penstock.nest import Value
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -47,12 +48,12 @@ class Checkpoint:
     step: int = 0  # training steps that were done
 
 
-@takes(RunError)
 def load(folder: str | Path) -> Checkpoint:
     """All of a checkpoint as plain tensors, in one process.
 
     model.load_state_dict(penstock.load("run/checkpoint").model)
     """
+    check_types("load", RunError, folder=(folder, str | PathLike))
     place = kept.candidates(Path(folder))[0]
     manifest = Manifest.read(place)
     manifest.small(place, LIST)
@@ -79,6 +80,7 @@ def load_into(
     """
 
     def look() -> str:
+        check_types("load", RunError, folder=(folder, str | PathLike))
         return json.dumps([[*map(str, paths)] for paths in kept.lines(Path(folder))])
 
     line, others = json.loads(ends.decide("the checkpoints there are", look))

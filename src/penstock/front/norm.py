@@ -27,9 +27,14 @@ class Local(NamedTuple):
 
 def local_norm(gradients: Iterable[Tensor], max_norm: object, norm_type: object, device: torch.device) -> Local:
     """Before any rank waits for another: all that can be wrong on one of them alone."""
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.item()
+    if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise RunError(f"max_norm={max_norm!r}; expected a number from 0, the largest norm that may be")
-    kind = float(norm_type) if isinstance(norm_type, int | float | str) else math.nan
+    try:
+        kind = float(norm_type) if isinstance(norm_type, int | float | str) else math.nan
+    except ValueError:
+        kind = math.nan
     if not kind > 0:
         raise RunError(f"norm_type={norm_type!r}; expected a number above 0, or math.inf")
     sharded: dict[bool, list[Tensor]] = {False: [], True: []}

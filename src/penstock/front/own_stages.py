@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from os import PathLike
 from pathlib import Path
 from typing import NoReturn, Self, TypeVar, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.capture.stage_module import StageModule
+from penstock.checks import check_types
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.front.choice import Built, Choice
@@ -22,7 +24,6 @@ from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, prefixes_of, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.sharing import Sharing
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
@@ -32,19 +33,17 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def one_call(method: _Method) -> _Method:
-    """Public calls of a pipeline come one at a time: refuse one while another thread is in one, or a step is under way. If an
-    argument is of a wrong kind, a RunError says so.
+    """Public calls of a pipeline come one at a time: refuse one while another thread is in one, or a step is under way.
 
     class Pipeline:
         @one_call
         def save(self, folder): ...
     """
-    checked = takes(RunError)(method)
 
     @wraps(method)
     def call(self: OwnStages, /, *args: object, **kwargs: object) -> object:
         with self.transport.called(f"{method.__name__}()"):
-            return checked(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return cast("_Method", call)
 
@@ -112,6 +111,7 @@ class OwnStages:
     @one_call
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the stages of this rank, as on the model."""
+        check_types("train", RunError, mode=(mode, bool))
         for stage in self._built.stages:
             stage.submod.train(mode)
         return self
@@ -123,6 +123,7 @@ class OwnStages:
     @one_call
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As on a module."""
+        check_types("zero_grad", RunError, set_to_none=(set_to_none, bool | int))
         for stage in self._built.stages:
             stage.submod.zero_grad(set_to_none)
 
@@ -144,6 +145,7 @@ class OwnStages:
     @one_call
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take this rank's tensors out of a state dict, of the whole model or of these stages."""
+        check_types("load_state_dict", RunError, strict=(strict, bool | int))
         copy_state(self.tensors, state, strict=strict)
         if strict:
             self._sharing.renew()
@@ -157,7 +159,14 @@ class OwnStages:
 
         All ranks call it. The names are those of the user's model, and what has several names is written once.
         """
-        place = self._ends.ready("save_pretrained()", lambda: Path(folder))
+
+        def look() -> Path:
+            check_types(
+                "save_pretrained", RunError, folder=(folder, str | PathLike), max_shard_bytes=(max_shard_bytes, int)
+            )
+            return Path(folder)
+
+        place = self._ends.ready("save_pretrained()", look)
         save_pretrained(place, self.tensors, self._ends, self._origin, max_shard_bytes=max_shard_bytes)
 
     # -- for programs around a pipeline
@@ -167,30 +176,32 @@ class OwnStages:
         """What was chosen and among what; None for stages made by hand."""
         return self._built.choice
 
-    @takes(RunError)
     def decide(self, what: str, make: Callable[[], str]) -> str:
         """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
+        check_types("decide", RunError, what=(what, str))
         return self._ends.decide(what, make)
 
-    @takes(RunError)
     def agree(self, what: str, make: Callable[[], Value]) -> list[Value]:
         """What `make` gives on each rank of each replica, on all of them; all ranks call it, and all raise if one does."""
+        check_types("agree", RunError, what=(what, str))
         return self._ends.agree(what, make)
 
-    @takes(RunError)
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` says in an error what for."""
-        self._ends.decide(what, str)
+        self.decide(what, str)
 
-    @takes(RunError)
     def gather(self, what: str, value: Value) -> list[Value]:
         """A small value that JSON can hold, of each rank of each replica, on all of them."""
         return self.agree(what, lambda: value)
 
-    @takes(RunError)
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return self._ends.any(self._ends.ready("any()", lambda: bool(flag)))
+
+        def look() -> bool:
+            check_types("any", RunError, flag=(flag, bool | int))
+            return bool(flag)
+
+        return self._ends.any(self._ends.ready("any()", look))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

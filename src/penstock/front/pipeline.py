@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Unpack
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from penstock.balance import Profile
 from penstock.capture import Pipe
 from penstock.checkpoint.lineage import Lineage
+from penstock.checks import check_types
 from penstock.errors import OutOfMemory, PenstockError, RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
@@ -39,7 +41,6 @@ from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.front.weighted import WeightedSchedule
 from penstock.lower import recompute_rank
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.compiled_costs import compiled_costs
@@ -266,6 +267,7 @@ class Pipeline(OwnStages):
         """
 
         def look() -> norm.Local:
+            check_types("clip_grad_norm_", RunError, error_if_nonfinite=(error_if_nonfinite, bool | int))
             counted = [p.grad for _, p in self.tensors.counted() if p.grad is not None]
             return norm.local_norm(counted, max_norm, norm_type, self._ends.device)
 
@@ -305,6 +307,8 @@ class Pipeline(OwnStages):
         began = time.perf_counter()
 
         def look() -> Path:
+            check_types("save", RunError, extra=(extra, Mapping | None))
+            check_types("save", RunError, folder=(folder, str | PathLike), keep=(keep, int), wait=(wait, bool | int))
             if wait and stager is not None:
                 raise RunError("save(stager=...) with wait=True: nothing is copied then; write save(..., wait=False)")
             return Path(folder)
@@ -342,9 +346,9 @@ class Pipeline(OwnStages):
         self.schedule.steps = loaded.step
         return dict(loaded.extra)
 
-    @takes(RunError)
     def whole(self, model: nn.Module) -> Pipe:
         """A model of the same kind cut at the same places, all stages in this process: to compare with."""
+        check_types("whole", RunError, model=(model, nn.Module))
         known = self._chosen("stages made by hand: penstock does not know the whole model")
         return cut(replace(self._request, model=model), known)
 

@@ -23,7 +23,6 @@ from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.dimensions import Parallelize
 from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.plan import Placement, Plan
 from penstock.run.planning import Place, Sparing, check_flags, check_sparing
@@ -54,7 +53,6 @@ class ModelOptions:
         _is(self, "init", _FUNCTION, "init(name, tensor)")
 
 
-@takes(StageError)
 @dataclass(frozen=True)
 class CutOptions:
     """Into which stages, on which ranks, by what costs."""
@@ -88,7 +86,8 @@ class CutOptions:
         if self.memory_limit is not None:
             object.__setattr__(self, "memory_limit", byte_limits(self.memory_limit))
         _is(self, "optimizer", _FUNCTION, "optimizer(parameters), such as torch.optim.AdamW")
-        if isinstance(self.optimizer_bytes, bool) or not 0 <= self.optimizer_bytes < float("inf"):
+        number = isinstance(self.optimizer_bytes, int | float) and not isinstance(self.optimizer_bytes, bool)
+        if not number or not 0 <= self.optimizer_bytes < float("inf"):
             raise PlanError(
                 f"optimizer_bytes={self.optimizer_bytes!r}; expected a number from 0: 2 for Adam, 0 for SGD"
             )
@@ -120,7 +119,6 @@ class CutOptions:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-@takes(StageError)
 @dataclass(frozen=True)
 class RankOptions:
     """Who takes part, and where."""
@@ -158,7 +156,6 @@ _OWN = (
 )
 
 
-@takes(StageError)
 @dataclass(frozen=True)
 class StepOptions:
     """How a step goes. All but the first eight are those of a `Schedule`."""

@@ -32,13 +32,13 @@ from penstock.checkpoint.lineage import LINEAGE
 from penstock.checkpoint.manifest import FILE, Entry, Manifest, Part, SmallFile
 from penstock.checkpoint.parts import Block, chunk_of, write_parts
 from penstock.checkpoint.torch_list import LIST, write_list
+from penstock.checks import check_types
 from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
 from penstock.front.companions import Companions, optimizer_parts
 from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
 from penstock.health.failure import NOBODY
-from penstock.misfits import takes
 from penstock.nest import Value
 
 DISK = Disk()
@@ -148,7 +148,6 @@ def save(order: Order, ends: Ends) -> None:
         raise
 
 
-@takes(RunError)
 class Saving:
     """A checkpoint that is being written while training goes on.
 
@@ -161,6 +160,7 @@ class Saving:
     """
 
     def __init__(self, order: Order, ends: Ends, began: float, stager: AsyncStager | None = None) -> None:
+        check_types("Saving", RunError, order=(order, Order), ends=(ends, Ends), began=(began, float))
         self._error: Exception | None = None
         blocks: list[Block] = []
         try:

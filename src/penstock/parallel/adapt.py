@@ -16,8 +16,8 @@ import torch  # noqa: F401 - for the example above
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.checks import check_types
 from penstock.errors import ReplicaFailed, StageError
-from penstock.misfits import takes
 from penstock.parallel.ddp import DDPAdapter, ReplicateAdapter
 from penstock.parallel.protocol import DataParallel, Unwrapped
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@takes(StageError)
 def adapt(module: nn.Module) -> DataParallel:
     """The adapter for `module`, which may be wrapped itself, have wrapped modules inside, or neither.
 
     adapt(DistributedDataParallel(module)).reduce_grad()
     """
+    check_types("adapt", StageError, module=(module, nn.Module))
     found = list(_adapters(module, set()))
     if len(found) > 1:
         return Several(found)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.checks import check_types
 from penstock.errors import StageError
 from penstock.lower import JustInTime
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.run.schedule import Schedule
 from penstock.stage.pipeline_stage import PipelineStage
@@ -27,7 +27,6 @@ class PipelineScheduleSingle(Schedule):
         super().__init__([stage], n_microbatches, *args, **options)
 
 
-@takes(StageError)
 class PipelineScheduleMulti(Schedule):
     """Several stages a rank. What follows the number of microbatches is as in `Schedule`.
 
@@ -51,6 +50,7 @@ class PipelineScheduleMulti(Schedule):
             raise StageError(
                 f"{type(self).__name__} takes a list of stages, got {type(stages).__name__}; write [stage]"
             )
+        check_types(type(self).__name__, StageError, defer_pp_recv=(defer_pp_recv, bool | int))
         if defer_pp_recv:
             options.setdefault("receives", JustInTime())
         super().__init__(stages, n_microbatches, *args, **options)

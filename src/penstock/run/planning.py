@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 
+from penstock.checks import check_types
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RunError, StageError
 from penstock.lower import lower
@@ -129,6 +130,7 @@ def agreed_plan(
     problem: Exception | None = None
     if transport.rank == 0:
         try:
+            check_types("replan", RunError, costs=(costs, Costs), gain=(gain, float), search=(search, Callable | None))
             if not 0 <= gain < 1:
                 raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
             found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from penstock.checks import check_types
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.run.channel import Wait
 from penstock.run.program import Program
@@ -65,7 +65,6 @@ class DeviceClock:
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
-@takes(RunError)
 class Recording:
     """Times the actions of this rank. The time that an action waits for its message is not part of it.
 
@@ -73,6 +72,7 @@ class Recording:
     """
 
     def __init__(self, transport: Transport) -> None:
+        check_types("Recording", RunError, transport=(transport, Transport))
         self.transport = transport
         host = transport.device.type == "cpu"
         self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)

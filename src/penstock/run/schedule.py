@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock.batch import merge_chunks, split_batch, split_target
+from penstock.checks import check_types
 from penstock.comm.transport import Transport
 from penstock.errors import OutOfMemory, PlanError, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy, recompute_rank
-from penstock.misfits import takes
 from penstock.nest import Value
-from penstock.plan import Placement, Plan, load
+from penstock.plan import Op, Overlap, Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Programs
 from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
@@ -37,7 +37,6 @@ from penstock.stage.elsewhere import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 
-@takes(StageError)
 class Schedule:
     """Stages and a plan, ready to train.
 
@@ -85,11 +84,17 @@ class Schedule:
         offload_to: Place = None,
         ties: Iterable[Tied | Holders] = (),
     ) -> None:
-        if not stages:
+        check_types("Schedule", StageError, n_microbatches=(n_microbatches, int), seed=(seed, int))
+        check_types("Schedule", StageError, loss_fn=(loss_fn, Callable | None))
+        try:
+            self.stages = sorted(stages, key=lambda stage: stage.stage_index)
+        except (TypeError, AttributeError):
+            check_types("Schedule", StageError, stages=(stages, Sequence[PipelineStage]))
+            raise
+        if not self.stages:
             raise StageError("a schedule without stages; expected the stages of this rank")
         if not 1 <= n_microbatches <= MICROBATCH:
             raise PlanError(f"n_microbatches={n_microbatches}; expected 1 to {MICROBATCH:,} microbatches")
-        self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.num_microbatches = n_microbatches
         routes = getattr(self.stages[0], "routes", None)
         own_loss = OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None
@@ -116,6 +121,7 @@ class Schedule:
         cls, plan: Plan | str | PathLike[str], stages: PipelineStage | Sequence[PipelineStage], **options: Value
     ) -> Self:
         """A schedule that runs this plan, or plan file, compute-only or lowered. Options as in the constructor."""
+        check_types("Schedule.from_plan", StageError, stages=(stages, PipelineStage | Iterable))
         if not isinstance(plan, Plan):
             plan = load(plan)
         many = [stages] if isinstance(stages, PipelineStage) else list(stages)
@@ -150,7 +156,6 @@ class Schedule:
         with nullcontext() if mode in self._programs else self._transport.called("lowered_plan()"):
             return self._programs[mode].plan
 
-    @takes(RunError)
     def replan(
         self, costs: Costs, *, gain: float = 0.05, search: Callable[[Plan], Iterable[Plan]] | None = None
     ) -> bool:
@@ -171,7 +176,6 @@ class Schedule:
                 self.run_plan(found)
         return found is not None
 
-    @takes(RunError)
     def run_plan(self, plan: Plan) -> None:
         """Go on under another plan for the same stages; all ranks call it, between two steps. One that does not fit is refused.
 
@@ -192,11 +196,13 @@ class Schedule:
                 vars(self).update(before)
                 raise
 
-    @takes(RunError)
     def register_custom_function(self, computation_type: ActionKind, custom_function: CustomFunction) -> None:
         """Do actions of a kind (an `Op`, or `Overlap` for pairs) with a function of your own: ``function(action, context)``.
         Before the first step.
         """
+        call = "register_custom_function"
+        check_types(call, RunError, computation_type=(computation_type, Op | type[Overlap]))
+        check_types(call, RunError, custom_function=(custom_function, Callable))
         if vars(self).get("_programs"):
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
         self._binding.custom[computation_type] = lambda program, action: partial(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from penstock.checks import check_types
 from penstock.errors import RunError, StageError
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.stage.held import momentary
 from penstock.stage.intercept import undeferred
@@ -31,7 +31,6 @@ from penstock.stage.intercept import undeferred
 ROWS = 1024
 
 
-@takes(RunError)
 def chunked_loss(
     hidden: Tensor,
     target: Tensor,
@@ -54,6 +53,12 @@ def chunked_loss(
     """
     if reduction not in ("mean", "sum"):
         raise StageError(f'chunked_loss: reduction={reduction!r}; expected "mean" or "sum"')
+    if not (isinstance(hidden, Tensor) and isinstance(target, Tensor)):
+        check_types("chunked_loss", RunError, hidden=(hidden, Tensor), target=(target, Tensor))
+    if not callable(head) or (loss_fn is not None and not callable(loss_fn)):
+        check_types("chunked_loss", RunError, head=(head, Callable), loss_fn=(loss_fn, Callable | None))
+    if not (isinstance(rows, int | torch.SymInt) and isinstance(ignore_index, int)):
+        check_types("chunked_loss", RunError, rows=(rows, int), ignore_index=(ignore_index, int))
     if rows < 1:
         raise StageError(f"chunked_loss: rows={rows}; expected at least 1 row in a slice")
     if tuple(target.shape[: hidden.dim() - 1]) != tuple(hidden.shape[:-1]):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.checks import check_types
 from penstock.errors import PlaceError, StageError
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.stage.dtensors import MeshGetter
 from penstock.stage.twins import CompileOptions, check_compile_options, compile_in_place
@@ -72,7 +72,6 @@ class Routes(Protocol):
         """For each microbatch the arguments of this stage's module, with None where another stage's value goes."""
 
 
-@takes(StageError)
 class PipelineStage:
     """One stage of a pipeline.
 
@@ -106,6 +105,7 @@ class PipelineStage:
     ) -> None:
         if not isinstance(submodule, nn.Module):
             raise StageError(f"a stage needs an nn.Module, got {type(submodule).__name__}")
+        check_types("PipelineStage", StageError, stage_index=(stage_index, int), num_stages=(num_stages, int))
         if not 0 <= stage_index < num_stages:
             raise PlaceError(f"stage_index={stage_index} with num_stages={num_stages}; expected 0 to {num_stages - 1}")
         self.submod = submodule
@@ -113,7 +113,7 @@ class PipelineStage:
         self.num_stages = num_stages
         try:
             self.device = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"device={device!r}: {error}") from error
         self.input_args = input_args
         self.output_args = output_args
