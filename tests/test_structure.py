@@ -34,8 +34,8 @@ ROOT = Path(penstock.__file__).resolve().parent
 
 # A warm step of two ranks as threads, one stage a rank, four microbatches.
 FRAMES = 9  # of penstock between the caller of Pipeline.step and the module's forward
-FILES = 39  # with a function that is called in the step, on either rank
-CALLS = (372, 427)  # of penstock's functions, on rank 0 and on rank 1
+FILES = 38  # with a function that is called in the step, on either rank
+CALLS = (371, 424)  # of penstock's functions, on rank 0 and on rank 1
 
 # Methods and properties of subclasses of Schedule, by package, that hide one of a base class; constructors aside.
 OVERRIDES = {"front": 5, "compat": 14}
