@@ -224,7 +224,7 @@ def test_ctrl_c_stops_all_ranks_with_a_checkpoint(stopped: tuple[Path, str, list
     folder, output, pids = stopped
     done = steps_done(folder)
     assert f"stopped after step {done}; the run goes on with: penstock train --resume" in output
-    assert "stopped by SIGINT; nothing is left running" in output
+    assert "stopped by SIGINT; all processes have ended" in output
     assert not any(alive(pid) for pid in pids)
     assert done in (7, 8), "it came before the held step, or in it"
     assert penstock.load(folder / "checkpoint").extra["step"] == done

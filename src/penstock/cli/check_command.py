@@ -1,4 +1,4 @@
-"""`penstock check FILE.csv`: prove that a plan file is right, or say what is wrong with it."""
+"""`penstock check FILE.csv`: check a plan file and report the first error in it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
-@shared.plan_file
+@common_options.plan_file
 def command(file: Path, *, limit: int) -> None:
-    """Prove that the plan in FILE.csv is complete, well placed, well ordered and cannot deadlock.
+    """Check that the plan in FILE.csv is complete, correctly placed and ordered, and cannot deadlock.
 
-    Exits with 0 if it is, and with 1 and the reason on stderr if it is not. A plan with communication is also tried
-    with blocking sends, as if each rank stayed in a send until its receive is posted; penstock does not need that.
+    Exits with 0 if the plan is valid, and with 1 and the reason on stderr if it is not. A plan with communication is also
+    checked with blocking sends, where a send returns only after its receive is posted; penstock does not require that.
 
     \b
     Example:
@@ -27,13 +27,13 @@ def command(file: Path, *, limit: int) -> None:
 
     plan = load(file, limit=limit, name=file.stem)
     check(plan)
-    click.echo(f"{file}: right. {sizes(plan)}, {plan.num_actions} actions")
+    click.echo(f"{file}: valid. {sizes(plan)}, {plan.num_actions} actions")
     if not plan.is_lowered:
-        click.echo("It holds no communication; lowering adds it.")
+        click.echo("The plan has no communication; lowering adds it.")
         return
     try:
         check(plan, sends="blocking")
     except DeadlockError as error:
-        click.echo(f"It needs asynchronous sends, as penstock's are: with blocking sends {error}")
+        click.echo(f"The plan needs asynchronous sends, which penstock uses: with blocking sends {error}")
     else:
-        click.echo("It cannot deadlock, even with blocking sends.")
+        click.echo("The plan cannot deadlock, even with blocking sends.")

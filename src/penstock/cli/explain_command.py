@@ -1,4 +1,4 @@
-"""`penstock explain FOLDER`: where the time of a measured step went, and what else could be done."""
+"""`penstock explain FOLDER`: attribute the time of a measured step, and list possible improvements."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
-@shared.folder
+@common_options.folder
 def command(folder: Path) -> None:
-    """Say where the time of a training run's steps goes, by replaying a measured one with parts replaced.
+    """Attribute the step time of a training run, by simulating a measured step with parts replaced.
 
-    Each rank, stage and link that is slower than its peers, the cut, the schedule, messages and microbatches of unequal
-    length: with the seconds that they cost, the most first. Then what other schedules, more microbatches and more ranks
-    would give. FOLDER is the output folder of `penstock train`.
+    Lists slow ranks, stages and links, the cut, the schedule, messages and microbatches of unequal length with the seconds
+    that each costs, largest first; then the predicted step time with other schedules, more microbatches and more ranks.
+
+    FOLDER is the output folder of `penstock train`.
 
     \b
     Example:

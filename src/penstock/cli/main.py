@@ -16,41 +16,41 @@ from penstock.errors import PenstockError
 # name -> its module, and its line in `penstock --help`. Modules are imported when their command is called, not before.
 COMMANDS: Final = {
     "train": ("penstock.cli.train_command", "Train over pipelined processes, with a report at the end."),
-    "top": ("penstock.cli.top_command", "Show where each rank of a running job is, and whom it waits for."),
-    "report": ("penstock.cli.report_command", "Make the report of a training run again."),
-    "explain": ("penstock.cli.explain_command", "Say where the time of a run goes, and what else could be done."),
-    "plan": ("penstock.cli.plan_command", "Make a plan of a schedule, time it and show it."),
-    "compare": ("penstock.cli.compare_command", "Time all schedules side by side."),
-    "search": ("penstock.cli.search_command", "Search a schedule for given costs and a limit of memory."),
-    "check": ("penstock.cli.check_command", "Prove that a plan file is right, or say what is wrong with it."),
-    "show": ("penstock.cli.show_command", "Time a plan file and show it."),
-    "studio": ("penstock.cli.studio_command", "Plan in a browser: choose, and see at once what comes of it."),
+    "top": ("penstock.cli.top_command", "Show the position of each rank of a running job."),
+    "report": ("penstock.cli.report_command", "Regenerate the report of a training run."),
+    "explain": ("penstock.cli.explain_command", "Attribute the step time of a run, and list possible improvements."),
+    "plan": ("penstock.cli.plan_command", "Build the plan of a schedule, simulate it and show it."),
+    "compare": ("penstock.cli.compare_command", "Simulate all schedules with the same costs."),
+    "search": ("penstock.cli.search_command", "Search for a schedule for given costs and a memory limit."),
+    "check": ("penstock.cli.check_command", "Check a plan file and report the first error in it."),
+    "show": ("penstock.cli.show_command", "Simulate a plan file and show it."),
+    "studio": ("penstock.cli.studio_command", "Plan interactively in a browser."),
 }
 
 
 def _is_unread() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Return True if standard output is a pipe whose reader is gone."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # an error is reported whatever one asks for
+        poll.register(sys.stdout.fileno(), 0)  # errors are always reported
         return any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # standard output is not a file
         return False
 
 
 class _Commands(click.Group):
-    """Loads commands when they are called, and turns penstock's errors into one line on stderr."""
+    """Command group that imports commands on first use and prints penstock's errors as one line on stderr."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name.startswith("-"):  # click says that there is no such option
+        if cmd_name.startswith("-"):  # click reports the unknown option
             return None
         if cmd_name not in COMMANDS:
             close = get_close_matches(cmd_name, COMMANDS, n=1)
             meant = f"Did you mean {close[0]!r}? " if close else ""
-            ctx.fail(f"No such command {cmd_name!r}. {meant}There are: {', '.join(COMMANDS)}")
+            ctx.fail(f"No such command {cmd_name!r}. {meant}Commands: {', '.join(COMMANDS)}")
         command: click.Command = import_module(COMMANDS[cmd_name][0]).command
         return command
 
@@ -63,14 +63,14 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (PenstockError, OSError) as error:
             if isinstance(error, BrokenPipeError) and _is_unread():
-                raise  # `penstock plan ... | head -1`: click ends without a word
+                raise  # `penstock plan ... | head -1`: click exits silently
             raise click.ClickException(str(error)) from error
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="penstock")
 def main() -> None:
-    """Plan, prove, time and show pipeline-parallel training, and train.
+    """Plan, check, simulate and run pipeline-parallel training.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`penstock plan NAME`: make a plan of a schedule, time it and show it."""
+"""`penstock plan NAME`: build the plan of a schedule, simulate it and show it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import Any
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
 @click.argument("name")
-@shared.sizes
-@shared.costs
-@shared.less_memory
-@click.option("--lowered", is_flag=True, help="With sends and receives: all that a rank does, not only its computing.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing, and leave out the timing unless a drawing needs it.")
-@shared.as_json
-@shared.output
-@shared.drawings
+@common_options.sizes
+@common_options.costs
+@common_options.less_memory
+@click.option("--lowered", is_flag=True, help="Include sends and receives, in addition to computation.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing; simulate only if a drawing needs it.")
+@common_options.as_json
+@common_options.output
+@common_options.drawings
 def command(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None, **given: Any) -> None:
-    """Make a plan of the schedule NAME, prove it, time it and show it. `penstock compare` lists the names.
+    """Build the plan of the schedule NAME, check it, simulate it and show it. `penstock compare` lists the names.
 
-    Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. The memory
-    is in units of one rank's activations for one microbatch.
+    Times are per rank and microbatch, as in the papers: with V stages per rank, each stage takes 1/V of them. Memory is in
+    units of the activations of one rank for one microbatch.
 
     \b
     Examples:
@@ -39,9 +39,9 @@ def command(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | 
 
     click.get_current_context().with_resource(no_collecting())
     recipe = get_schedule(name)
-    shared.check_sizes(ranks, microbatches, recipe.sizes(ranks, microbatches, stages_per_rank).stages_per_rank)
-    plan, costs = shared.proved(recipe(ranks, microbatches, stages_per_rank=stages_per_rank), given)
+    common_options.check_sizes(ranks, microbatches, recipe.sizes(ranks, microbatches, stages_per_rank).stages_per_rank)
+    plan, costs = common_options.proved(recipe(ranks, microbatches, stages_per_rank=stages_per_rank), given)
     if given["output"] is not None:
         dump(plan, given["output"])
     if not given["quiet"] or any(given[drawing] for drawing in ("svg", "html", "trace")):
-        shared.show(simulate(plan, costs), given)
+        common_options.show(simulate(plan, costs), given)

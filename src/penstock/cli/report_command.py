@@ -1,4 +1,4 @@
-"""`penstock report FOLDER`: make the page of a training run again."""
+"""`penstock report FOLDER`: regenerate the report of a training run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
-@shared.folder
+@common_options.folder
 @click.option(
     "--costs",
-    type=shared.OUTPUT,
+    type=common_options.OUTPUT,
     metavar="FILE.json",
-    help="Write what its stages, messages and microbatches cost as measured, for --costs of plan, compare and search.",
+    help="Write the measured costs of stages, messages and microbatches, for --costs of plan, compare and search.",
 )
 def command(folder: Path, *, costs: Path | None) -> None:
-    """Make report.html of a training run again, from the figures in its output FOLDER.
+    """Regenerate report.html of a training run from the measurements in its output FOLDER.
 
     \b
     Examples:

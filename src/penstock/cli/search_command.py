@@ -1,4 +1,4 @@
-"""`penstock search`: a schedule made to measure."""
+"""`penstock search`: search for a schedule for given costs and a memory limit."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 if TYPE_CHECKING:
     from penstock.search import Searched
     from penstock.simulate import Costs
 
-_STAGES_PER_RANK: Final = (1, 2, 4)  # what is tried when nothing is said
-_EFFORT: Final = 3_000_000  # actions to place when nothing is said about tries: about ten seconds
-_FIRST: Final = 0.15  # the share of the tries in which each number of stages a rank is tried, if there are several
+_STAGES_PER_RANK: Final = (1, 2, 4)  # tried by default
+_EFFORT: Final = 3_000_000  # actions to place by default: about 10 s
+_FIRST: Final = 0.15  # share of the tries for each number of stages per rank, if there are several
 
 
 @click.command()
-@shared.sizes
-@shared.costs
+@common_options.sizes
+@common_options.costs
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, max=shared.MOST_COST),
+    type=click.FloatRange(min=0, max=common_options.MOST_COST),
     metavar="N",
-    help="What a rank may hold, in units of its activations for one microbatch.  [default: no limit]",
+    help="Memory of each rank, in units of its activations for one microbatch.  [default: no limit]",
 )
 @click.option(
-    "--placement", type=click.Choice(["loop", "v"]), help="How stages lie on ranks.  [default: both are tried]"
+    "--placement", type=click.Choice(["loop", "v"]), help="Assignment of stages to ranks.  [default: both are tried]"
 )
-@shared.count("--tries", most=10**9, text="Schedules to make and time.  [default: about ten seconds]")
+@common_options.count(
+    "--tries", most=10**9, text="Number of schedules to build and simulate.  [default: about 10 s of work]"
+)
 @click.option(
     "--exact",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Then let an exact solver go on and prove, N times a few seconds for each placement; needs penstock[solver].",
+    help="Refine the result with an exact solver and prove a bound; N scales its effort (a few seconds per unit and "
+    "placement). Requires penstock[solver].",
 )
 @click.option(
-    "--front", "whole_front", is_flag=True, help="Search a dozen limits of memory: what memory buys in time, as a list."
+    "--front", "whole_front", is_flag=True, help="Search with a dozen memory limits and list makespan by memory."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same schedule.")
-@shared.as_json
-@shared.output
-@shared.drawings
+@common_options.as_json
+@common_options.output
+@common_options.drawings
 def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, whole_front: bool, **given: Any) -> None:
-    """Search the fastest schedule for these costs, in which no rank holds more than --memory.
+    """Search for the fastest schedule for these costs in which no rank uses more than --memory.
 
-    Times are per rank and microbatch, as in the papers: with V stages a rank each stage costs 1/V of them. Without
-    --stages-per-rank 1, 2 and 4 are tried, and the search goes on with the best of them. The result comes with a floor,
-    which no schedule with as many stages and as much memory can beat, and the gap to it: at 0 % it is proved to be the
-    best there is. --front gives the Pareto list of memory against makespan instead, beside all known schedules (two stages
-    a rank unless said otherwise; schedules that want one have them joined); --svg and --html draw it. With --exact CP-SAT
-    of OR-Tools goes on from the best that was found: it may find a better one, and raises the floor; small ones it proves
-    to the end.
+    Times are per rank and microbatch, as in the papers: with V stages per rank, each stage takes 1/V of them. Without
+    --stages-per-rank, 1, 2 and 4 are tried and the search continues with the best. The result has a lower bound for all
+    schedules with the same number of stages and memory; a gap of 0% proves that the schedule is optimal. --front lists the
+    Pareto front of memory and makespan together with all known schedules, with two stages per rank by default; --svg and
+    --html draw it. With --exact, CP-SAT of OR-Tools starts from the best schedule found: it can improve the schedule and
+    raise the bound, and solves small problems to optimality.
 
     \b
     Examples:
@@ -62,8 +64,8 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, whole
       penstock search -p 8 -m 24 -v 2 --front --html front.html
       penstock search -p 3 -m 4 -v 1 --memory 2 --tries 50 --exact 2
     """
-    per_rank = stages_per_rank or shared.stages_in_file(given, ranks)
-    shared.check_sizes(ranks, microbatches, per_rank or max(_STAGES_PER_RANK))
+    per_rank = stages_per_rank or common_options.stages_in_file(given, ranks)
+    common_options.check_sizes(ranks, microbatches, per_rank or max(_STAGES_PER_RANK))
     if not whole_front:
         _search(ranks, microbatches, per_rank, given)
     elif any(given[name] is not None for name in ("memory", "output", "trace")):
@@ -73,7 +75,7 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, whole
 
 
 def _search(ranks: int, microbatches: int, per_rank: int | None, given: dict[str, Any]) -> None:
-    """Print and draw the best schedule; where somebody can see it, the search says how far it is."""
+    """Print and draw the best schedule; on a terminal, show progress."""
     from rich.console import Console
 
     from penstock.plan import dump
@@ -95,23 +97,23 @@ def _search(ranks: int, microbatches: int, per_rank: int | None, given: dict[str
         found = searched(per_rank, 1.0, given["exact"])
     if given["output"] is not None:
         dump(found.plan, given["output"])
-    if shared.show(found.timeline, given, floor=found.floor, gap=found.gap, origin=found.origin):
-        best = "the best there is" if found.gap < 1e-9 else f"at most {percent(found.gap)} from the best"
+    if common_options.show(found.timeline, given, floor=found.floor, gap=found.gap, origin=found.origin):
+        best = "optimal" if found.gap < 1e-9 else f"within {percent(found.gap)} of optimal"
         known = "" if found.origin in ("search", "solver") else f"; it is the known schedule {found.origin}"
-        click.echo(f"floor     {time_text(found.floor)}: this one is {best}{known}")
+        click.echo(f"lower bound {time_text(found.floor)}: this schedule is {best}{known}")
 
 
 def _asked(
     ranks: int, microbatches: int, each: int, given: dict[str, Any], *, limits: int
 ) -> tuple[Costs, dict[str, Any]]:
-    """The costs with so many stages a rank, and what else a search is asked for, of which there are so many."""
-    costs = shared.read_costs(ranks * each, ranks, given)
+    """Return the costs with `each` stages per rank, and the other arguments of `limits` searches."""
+    costs = common_options.read_costs(ranks * each, ranks, given)
     tries = given["tries"] or max(50, _EFFORT // (limits * costs.num_stages * microbatches))
     return costs, {"tries": tries, **{name: given[name] for name in ("placement", "exact", "seed")}}
 
 
 def _front(ranks: int, microbatches: int, per_rank: int, given: dict[str, Any]) -> None:
-    """Print the list of memory against makespan, and draw it."""
+    """Print and draw the Pareto front of memory and makespan."""
     from penstock.search import front
     from penstock.show.chart import Dot, front_page, front_svg
     from penstock.show.numbers import memory_text, percent, time_text
@@ -131,9 +133,9 @@ def _front(ranks: int, microbatches: int, per_rank: int, given: dict[str, Any]) 
         }
         click.echo(json.dumps(each, indent=2))
         return
-    click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to floor':>10}  schedule")
+    click.echo(f"{title}\n{'memory':>10}{'makespan':>12}{'bubble':>9}{'to bound':>10}  schedule")
     for point in sorted(points, key=lambda point: point[:2]):
         gap, mark = "-" if point.gap is None else percent(point.gap), " *" if point in found.searched else ""
         figures = f"{memory_text(point.memory):>10}{time_text(point.makespan):>12}{percent(point.bubble):>9}"
         click.echo(f"{figures}{gap:>10}  {point.name}{mark}")
-    click.echo("* on the front: the fastest that was found for its memory")
+    click.echo("* on the Pareto front: the fastest schedule found for its memory")

@@ -1,4 +1,4 @@
-"""`penstock show FILE.csv`: time a plan file and show it."""
+"""`penstock show FILE.csv`: simulate a plan file and show it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
-@shared.plan_file
-@shared.costs
-@shared.less_memory
-@shared.as_json
-@shared.drawings
+@common_options.plan_file
+@common_options.costs
+@common_options.less_memory
+@common_options.as_json
+@common_options.drawings
 def command(file: Path, *, limit: int, **given: Any) -> None:
-    """Prove the plan in FILE.csv, time it and show it: a table, or with an option a drawing, a page or a trace.
+    """Check the plan in FILE.csv, simulate it and show it as a table, a drawing, a page or a trace.
 
-    Times are per rank and microbatch; the file may be penstock's or torch's, with communication or without.
+    Times are per rank and microbatch. The file may come from penstock or torch, with or without communication.
 
     \b
     Examples:
@@ -31,5 +31,5 @@ def command(file: Path, *, limit: int, **given: Any) -> None:
 
     plan = load(file, limit=limit, name=file.stem)
     if given["recompute"] or given["offload"]:
-        check(plan)  # what is changed below must be right before
-    shared.show(simulate(*shared.proved(plan, given)), given)
+        check(plan)  # before it is changed below
+    common_options.show(simulate(*common_options.proved(plan, given)), given)

@@ -1,4 +1,4 @@
-"""`penstock studio`: the planner to play with, in a browser."""
+"""`penstock studio`: plan interactively in a browser."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import click
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Port of the server; 0 picks a free one.",
+)
 @click.option("--open/--no-open", "show", default=True, help="Open the page in a browser.")
 @click.option(
     "--build",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Write the page with Python inside it instead: a folder to open, or for any web server.",
+    help="Write a static page that runs Python in the browser instead of starting a server.",
 )
 @click.option(
     "--pyodide",
@@ -24,13 +30,13 @@ import click
     default=Path("node_modules/pyodide"),
     show_default=True,
     metavar="FOLDER",
-    help="The npm package pyodide, for --build.",
+    help="Folder of the npm package pyodide, for --build.",
 )
 def command(*, port: int, show: bool, folder: Path | None, pyodide: Path) -> None:
-    """Choose schedule, ranks, microbatches, times, links and memory, and see timeline, memory and comparison at once.
+    """Choose schedule, ranks, microbatches, times, links and memory, and see timeline, memory and comparison.
 
-    The server listens on this machine alone, and only the page that it hands out can ask it. With --build there is no
-    server: the page runs the planning half itself, in the browser.
+    The server listens on localhost only and answers only the page that it serves. With --build there is no server: the page
+    runs the planner in the browser.
 
     \b
     Examples:
@@ -41,12 +47,12 @@ def command(*, port: int, show: bool, folder: Path | None, pyodide: Path) -> Non
     if folder is not None:
         from penstock.studio.static import build
 
-        click.echo(f"{build(folder, pyodide)}: open it in a browser, here or from any web server")
+        click.echo(f"{build(folder, pyodide)}: open this file in a browser, or serve the folder with any web server")
         return
     from penstock.studio.server import Studio
 
     with Studio(port=port) as studio:
-        click.echo(f"{studio.address} (Ctrl-C ends it)")
+        click.echo(f"{studio.address} (Ctrl-C to stop)")
         if show:
             webbrowser.open(studio.address)
         try:

@@ -1,4 +1,4 @@
-"""`penstock top FOLDER`: where each rank of a running job is."""
+"""`penstock top FOLDER`: show the position of each rank of a running job."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from pathlib import Path
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 
 
 @click.command()
-@shared.folder
+@common_options.folder
 @click.option(
-    "--watch", type=click.FloatRange(min=0.1, max=86_400), help="Show it again after so many seconds, until Ctrl-C."
+    "--watch",
+    type=click.FloatRange(min=0.1, max=86_400),
+    metavar="SECONDS",
+    help="Refresh every SECONDS until Ctrl-C.",
 )
 def command(folder: Path, *, watch: float | None) -> None:
-    """Show where each rank of a running job is: its action, what it waits for, from whom and for how long.
+    """Show the position of each rank of a running job: its action, what it waits for, from which rank and for how long.
 
-    FOLDER is the output folder of `penstock train`, or the `run_folder` of a Pipeline. `kill -USR1 PID` of a rank
-    shows the same in the output of the job.
+    FOLDER is the output folder of `penstock train`, or the `run_folder` of a Pipeline. `kill -USR1 PID` of a
+    rank prints the same to the output of the job.
 
     \b
     Example:

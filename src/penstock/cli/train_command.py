@@ -1,4 +1,4 @@
-"""`penstock train`: train a small GPT, or a model of one's own, over pipelined processes."""
+"""`penstock train`: train a small GPT, or your own model, over pipelined processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 import click
 
-from penstock.cli import shared
+from penstock.cli import common_options
 from penstock.train.train_options import KINDS, TrainOptions
 
 
-class _Told(click.Command):
-    """Keeps what it was called with, which the ranks are called with again: by a shell, or by a program as `main([...])`."""
+class _RecordsArguments(click.Command):
+    """Command that keeps its arguments in `ctx.obj`, to start the ranks with the same ones."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = list(args)
@@ -25,7 +25,7 @@ class _Told(click.Command):
 
 
 def _option(one: Field[object]) -> click.Option:
-    """The option of the command for a field of `TrainOptions`, which also says what numbers can be."""
+    """Return the command-line option for a field of `TrainOptions`."""
     kind, about = (get_args(KINDS[one.name]) or (KINDS[one.name],))[0], one.metadata
     name = one.name.replace("_", "-")
     return click.Option(
@@ -40,7 +40,7 @@ def _option(one: Field[object]) -> click.Option:
 
 
 @click.command(
-    cls=_Told,
+    cls=_RecordsArguments,
     params=[
         click.Argument(["build"], required=False, metavar="[MODULE:FUNCTION]"),
         *map(_option, fields(TrainOptions)[1:]),
@@ -48,15 +48,15 @@ def _option(one: Field[object]) -> click.Option:
 )
 @click.pass_context
 def command(ctx: click.Context, /, **given: Any) -> None:
-    """Train over pipelined processes: a small GPT on real text, or what MODULE:FUNCTION returns.
+    """Train over pipelined processes: a small GPT on real text, or the model that MODULE:FUNCTION returns.
 
-    The function returns (model, data, loss, optimizer), and if you like batches to validate on as a fifth: data is a function
-    of the step, a DataLoader or a list of (inputs, target), optimizer a class or a function of the parameters. It may also
-    return a penstock.train.Job, which can bring options of this command. A function with an argument called options is
-    given them.
+    The function returns (model, data, loss, optimizer) and optionally validation batches as a fifth item. Data is a function
+    of the step, a DataLoader or a list of (inputs, target); optimizer is a class or a function of the parameters. The function
+    may also return a penstock.train.Job, which can set options of this command. If it has a parameter called options, it
+    receives them.
 
-    Ranks are started with torch's elastic launcher, and started again from the last checkpoint if one is killed; under torchrun
-    this command is one rank. Ctrl-C stops with a checkpoint.
+    Ranks are started with torch's elastic launcher, and restarted from the last checkpoint if one is killed. Under torchrun,
+    this command is one rank. Ctrl-C saves a checkpoint and stops.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     from penstock.train.loggers import check_logger
     from penstock.train.meet import check_where
 
-    said = [name for name in given if shared.was_given(name)]
+    said = [name for name in given if common_options.was_given(name)]
     options = TrainOptions(**given).resumed(said)
     options.check_values()
     by_srun = enter_slurm(os.environ)
@@ -88,14 +88,14 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     try:
         launch(options, ctx.obj, say=lambda text: click.echo(text, err=True))
     except Interrupted as stopped:
-        click.echo(f"{stopped}; nothing is left running", err=True)
+        click.echo(f"{stopped}; all processes have ended", err=True)
         ctx.exit(130)
 
 
 def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
-    """One rank; whether the run went to its end. Its job may decide what is undecided.
+    """Run one rank, and return True if the run finished. The job may set the options in `undecided`.
 
-    If it ends only because another one is gone, that one may end first, and say why.
+    If another rank failed, wait for GRACE seconds, so that the failed rank reports its error first.
     """
     from penstock.errors import PeerFailed, PenstockError, StepTimeout, TransportError
     from penstock.train.history import note_loss
@@ -112,6 +112,6 @@ def _be_rank(options: TrainOptions, undecided: Collection[str]) -> bool:
         sys.exit(LOST)
     except (PenstockError, OSError):
         raise
-    except Exception:  # noqa: BLE001  whatever the user's job raises
-        traceback.print_exc()  # from here on: how the command came to be called is of no interest
+    except Exception:  # noqa: BLE001  the user's job may raise anything
+        traceback.print_exc()  # without the frames of the command
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What several commands share: options for sizes, costs and files to write, and the figures that they print."""
+"""Options that several commands share (sizes, costs, output files), and the summaries that they print."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 MOST_COST: Final = 1e60  # of a time or a size, as in `penstock.simulate.costs`, which is imported later
-_MOST_SHOWN: Final = 20_000  # actions that somebody may still want to scroll through
-_MOST_PLANNED: Final = 5_000_000  # stages times microbatches: about ten million actions, which take 5 GB
+_MOST_SHOWN: Final = 20_000  # actions in the longest table that is printed
+_MOST_PLANNED: Final = 5_000_000  # stages times microbatches, about ten million actions
 _DIGITS: Final = len(str(MAX_STAGE))
-_MOST_READ: Final = 10**12  # bytes of a plan file, if somebody asks for it
+_MOST_READ: Final = 10**12  # upper limit of --limit, in bytes
 _INPUT: Final = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 OUTPUT: Final = click.Path(dir_okay=False, writable=True, path_type=Path)
 FOLDER: Final = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -36,7 +36,7 @@ def _time(name: str, default: float, text: str) -> _Decorator:
 
 
 def _all(*options: _Decorator) -> _Decorator:
-    """Several options as one decorator."""
+    """Combine several options into one decorator."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
@@ -45,7 +45,7 @@ def count(*names: str, text: str, default: int | None = None, most: int | None =
 
 
 def check_sizes(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    """Refuse sizes that each could be meant, but whose plan would fill the machine before anything is shown."""
+    """Raise UsageError if the plan of these sizes would not fit in memory."""
     if (size := ranks * stages_per_rank * microbatches) > _MOST_PLANNED:
         raise click.UsageError(
             f"{ranks:,} ranks x {stages_per_rank:,} stages each x {microbatches:,} microbatches are {size:,}; "
@@ -59,54 +59,54 @@ sizes = _all(
     count(
         *("--stages-per-rank", "-v"),
         most=MAX_STAGE + 1,
-        text="Stages on each rank.  [default: what suits the schedule]",
+        text="Stages per rank.  [default: that of the schedule]",
     ),
 )
 costs = _all(  # per rank and microbatch, as in the papers
     _time("--forward", 1.0, "Time of a forward."),
-    _time("--backward-input", 1.0, "Time of a backward, gradients of the inputs only."),
-    _time("--backward-weight", 1.0, "Time of a backward, gradients of the weights only."),
+    _time("--backward-input", 1.0, "Time of a backward for the input gradients."),
+    _time("--backward-weight", 1.0, "Time of a backward for the weight gradients."),
     _time("--latency", 0.0, "Time of a message between two ranks."),
     click.option(
         "--link",
         "links",
         multiple=True,
         metavar="A-B=T",
-        help="Time of a message between ranks A and B, both ways; A>B=T for one way. May be given several times.",
+        help="Time of a message between ranks A and B, both ways; A>B=T for one way. Repeatable.",
     ),
     click.option(
         "--costs",
         "costs_file",
         type=_INPUT,
         metavar="FILE.json",
-        help="Read all costs from a file instead; see `penstock.simulate.files`.",
+        help="Read all costs from a JSON file instead.",
     ),
 )
 less_memory = _all(
-    click.option("--recompute", metavar="STAGES", help="Run forwards again before their backwards: all, or 0-3,6."),
-    click.option("--offload", metavar="STAGES", help="Move what forwards saved off the device: all, or 0-3,6."),
+    click.option("--recompute", metavar="STAGES", help="Recompute the activations of these stages: all, or 0-3,6."),
+    click.option("--offload", metavar="STAGES", help="Offload the activations of these stages: all, or 0-3,6."),
 )
 drawings = _all(
-    click.option("--svg", type=OUTPUT, metavar="FILE", help="Write a drawing."),
-    click.option("--html", type=OUTPUT, metavar="FILE", help="Write a page for the browser: zoom, hover, memory."),
+    click.option("--svg", type=OUTPUT, metavar="FILE", help="Write the timeline as SVG."),
+    click.option("--html", type=OUTPUT, metavar="FILE", help="Write an interactive page with the timeline and memory."),
     click.option("--trace", type=OUTPUT, metavar="FILE", help="Write a trace for Perfetto or chrome://tracing."),
 )
 folder = click.argument("folder", type=FOLDER)
 plan_file = _all(
     click.argument("file", type=_INPUT, metavar="FILE.csv"),
-    count("--limit", default=LIMIT, most=_MOST_READ, text="Bytes of FILE.csv that are read."),
+    count("--limit", default=LIMIT, most=_MOST_READ, text="Largest size of FILE.csv, in bytes."),
 )
 output = click.option(
     *("--output", "-o"),
     type=OUTPUT,
     metavar="FILE.csv",
-    help="Write the plan, in the format that torch reads and writes too.",
+    help="Write the plan as CSV, a format that torch also reads and writes.",
 )
-as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print a summary as one JSON object.")
 
 
 def read_costs(num_stages: int, num_ranks: int, given: dict[str, Any]) -> Costs:
-    """What `costs` was given: with v stages a rank each costs 1/v. A file of costs must have as many stages."""
+    """Return the costs that the options of `costs` describe; with v stages per rank, each stage takes 1/v."""
     from dataclasses import replace
 
     from penstock.simulate import Costs, Link, load_costs
@@ -118,32 +118,32 @@ def read_costs(num_stages: int, num_ranks: int, given: dict[str, Any]) -> Costs:
     else:
         if beside := [name for name in names if was_given(name)]:
             raise click.UsageError(
-                f"--{beside[0].replace('_', '-')} beside --costs, which has all costs; expected one of the two "
-                "(--link may stand beside it)"
+                f"--{beside[0].replace('_', '-')} cannot be combined with --costs, which sets all costs; pass one of them "
+                "(only --link can be combined with --costs)"
             )
         costs = load_costs(given["costs_file"])
         if costs.num_stages != num_stages:
             raise click.UsageError(
                 f"{given['costs_file']} has costs of {costs.num_stages} stages, the plan {num_stages}; "
-                "say how many with --stages-per-rank, or choose another schedule"
+                "set --stages-per-rank, or choose another schedule"
             )
     return replace(costs, links=(*costs.links, *(link for text in given["links"] for link in Link.read(text))))
 
 
 def was_given(name: str) -> bool:
-    """Whether the command was called with this option."""
+    """Return True if this option is on the command line."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def stages_in_file(given: dict[str, Any], ranks: int) -> int | None:
-    """How many stages a rank the file of costs has; None: there is no file."""
+    """Return the number of stages per rank in the file of --costs, or None without one."""
     from penstock.simulate import load_costs
 
     return None if given["costs_file"] is None else max(1, load_costs(given["costs_file"]).num_stages // ranks)
 
 
 def proved(plan: Plan, given: dict[str, Any]) -> tuple[Plan, Costs]:
-    """The plan with what `less_memory` and --lowered were given, which is right, and its costs."""
+    """Apply --offload, --recompute and --lowered to a plan, check it, and return it with its costs."""
     from penstock.lower import lower, offload, recompute
     from penstock.plan import check
 
@@ -157,14 +157,14 @@ def proved(plan: Plan, given: dict[str, Any]) -> tuple[Plan, Costs]:
 
 
 def _stages(written: str, num_stages: int, option: str) -> list[int] | None:
-    """``all`` as None, ``0-3,6`` as [0, 1, 2, 3, 6]."""
+    """Parse a list of stages: ``all`` is None, ``0-3,6`` is [0, 1, 2, 3, 6]."""
     if written == "all":
         return None
     found: list[int] = []
     for part in written.split(","):
         first, dash, last = part.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
-            raise click.BadParameter(f"{written!r} names no stages; expected all, or numbers such as 0-3,6")
+            raise click.BadParameter(f"{written!r} is not a list of stages; pass all, or numbers such as 0-3,6")
         for number in (first, last or first):
             if len(number.strip()) > _DIGITS or int(number) >= num_stages:
                 raise click.BadParameter(
@@ -175,9 +175,9 @@ def _stages(written: str, num_stages: int, option: str) -> list[int] | None:
 
 
 def show(timeline: Timeline, given: dict[str, Any], **more: object) -> bool:
-    """Write the files that `drawings` was given, and print a table (--lowered: a list of actions) and the figures below it.
+    """Write the drawings that were requested, and print a table (with --lowered: a list of actions) and a summary.
 
-    With --json it prints the figures and `more` as one object instead. Whether somebody reads more below the table.
+    With --json, print the summary and `more` as one object instead. Return True if a table was printed.
     """
     from penstock.show import dump_trace, show_table, summary, summary_text, to_html, to_svg
 
@@ -194,13 +194,13 @@ def show(timeline: Timeline, given: dict[str, Any], **more: object) -> bool:
     if timeline.plan.num_actions <= _MOST_SHOWN:
         show_table(timeline, actions=bool(given.get("lowered")))
     else:
-        click.echo(f"The table of {timeline.plan.num_actions:,} actions is left out; --html draws it, -o writes it.")
+        click.echo(f"The table of {timeline.plan.num_actions:,} actions is not printed; use --html or -o.")
     click.echo(f"\n{summary_text(timeline)}", nl=False)
     return True
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table of schedules: their names to the left, all else to the right."""
+    """Print a table with one row per schedule."""
     from rich.console import Console
     from rich.table import Table
 
