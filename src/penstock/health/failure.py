@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from penstock.errors import OutOfMemory, PeerFailed, TransportError
 from penstock.health.decoding import read
 
 NOBODY = -1
 """In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
+
+
+class FailureKind(StrEnum):
+    """How a rank failed. After the first three its process lives on: the step is drained and the next one works."""
+
+    RAISED = "raised"
+    INTERRUPTED = "interrupted"
+    OUT_OF_MEMORY = "out of memory"
+    TIMEOUT = "timeout"
+    LEFT = "left"
+    ENDED = "ended"
+    STOPPED = "stopped"
+    UNREACHABLE = "unreachable"
+
+
+_PASSING = (FailureKind.RAISED, FailureKind.INTERRUPTED, FailureKind.OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +46,12 @@ class FailureRecord:
     microbatch: int | None = None
     cause: str = ""
     out_of_memory: bool = False
+    kind: str = FailureKind.RAISED
+
+    @property
+    def fatal(self) -> bool:
+        """True if the group of this rank cannot be used any more."""
+        return self.kind not in _PASSING
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
