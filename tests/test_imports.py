@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the running half
     "dtypes": ("errors",),
     "nest": ("errors",),
-    "batch": ("plan", "nest"),
+    "batch": ("balance", "nest"),
     "health": ("checks",),
     "comm": ("health", "plan", "dtypes"),
     "parallel": ("comm",),

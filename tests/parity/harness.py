@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.batch import Microbatches
+from penstock.batch.batch import NO_BATCH
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.plan import Op, Plan
 from penstock.plan.actions import parts, unpack
 from penstock.run import Schedule, microbatch_rng
-from penstock.run.inputs import StepInputs
 from penstock.run.program import Program
 from penstock.schedules import Recipe
 from penstock.stage.pipeline_stage import PipelineStage
@@ -180,7 +180,7 @@ def left_in(program: Program) -> list[str]:
     for index, run in program.runs.items():
         last = [] if run.last is None else [run.last.losses, run.last.reported, run.last.outputs]
         held = any(map(_held, (run.pending, *last)))
-        found += [f"run {index}"] if held or run.inputs != StepInputs() else []
+        found += [f"run {index}"] if held or run.inputs is not NO_BATCH else []
     for peer, channel in program.channels.items():
         found += [f"channel {peer}"] if channel.sent or channel.incoming or channel.lost else []
     return found

@@ -165,9 +165,9 @@ def test_checksums_are_of_bits_and_places(dtype: torch.dtype) -> None:
 
 
 def test_checksums_are_computed_in_the_first_steps_and_now_and_then() -> None:
-    comparison = Comparison(everything=True)
-    due = [step for step in range(1, 300) if comparison.checksums((rows(0),), {}, None, step=step, train=True)]
+    comparison = Comparison()
+    due = [step for step in range(1, 300) if comparison.checksums({"args[0]": rows(0)}, step=step, train=True)]
     assert due == [1, 2, 3, *range(32, 300, 32)]
-    assert comparison.checksums((rows(0),), {}, None, step=301, train=False)  # evaluations count on their own
+    assert comparison.checksums({"args[0]": rows(0)}, step=301, train=False)  # evaluations count on their own
     left_out = {"x": torch.eye(3).to_sparse(), "y": torch.ones(2, device="meta"), "z": object(), "n": None}
     assert checksums_of(left_out) == {}

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.batch.batch import Batch
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
 from penstock.compat._orders import OPS, of_action
@@ -33,7 +34,6 @@ from penstock.run.ahead import hear_description
 from penstock.run.binding import TRAIN, Programs
 from penstock.run.channel import Channel, Poisoned
 from penstock.run.handlers import HANDLERS, nothing
-from penstock.run.inputs import StepInputs
 from penstock.run.preamble import verdict
 from penstock.run.program import Program
 from penstock.run.setting import Call, Handlers, Setting
@@ -101,17 +101,17 @@ class HandProgram(Program):
     def save_layouts(self, signature: int) -> None:
         self.saved = {signature: []}  # the stages remember one shape at a time
 
-    def begin(self, inputs: StepInputs) -> None:
-        super().begin(inputs)
+    def begin(self, batch: Batch, number: int, *, uneven: bool) -> None:
+        super().begin(batch, number, uneven=uneven)
         schedule, size = self.schedule, self.plan.num_microbatches
-        self.context.arg_mbs = inputs.args if inputs.args is not None else [()] * size
-        self.context.kwarg_mbs = inputs.kwargs or [{}] * size
-        self.context.target_mbs, self.context.losses = inputs.targets, []
-        schedule._begin_step(inputs)
+        self.context.arg_mbs = batch.args if batch.args is not None else [()] * size
+        self.context.kwarg_mbs = batch.kwargs or [{}] * size
+        self.context.target_mbs, self.context.losses = batch.targets, []
+        schedule._begin_step(batch)
         if not self.met:
-            self.meet(inputs)
+            self.meet(batch)
 
-    def meet(self, inputs: StepInputs | None) -> None:
+    def meet(self, inputs: Batch | None) -> None:
         """Pass down the stages what their values look like. One that cannot say so fails the step before any message."""
         self.met = True
         schedule = self.schedule
@@ -187,8 +187,8 @@ class MeetingProgram(LoopProgram):
     def loop(self) -> None:
         """Nothing is left to do."""
 
-    def begin(self, inputs: StepInputs) -> None:
-        super().begin(inputs)
+    def begin(self, batch: Batch, number: int, *, uneven: bool) -> None:
+        super().begin(batch, number, uneven=uneven)
         self.known = False  # there will be no messages
 
     def save_layouts(self, signature: int) -> None:
@@ -238,7 +238,7 @@ class HandPrograms(Programs):
     program = ValidatedProgram
 
     def __init__(self, schedule: _PipelineSchedule) -> None:
-        super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding)
+        super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding, schedule._ties)
         self.schedule = schedule
 
     def bind(self, mode: int) -> Program:

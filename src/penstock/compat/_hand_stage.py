@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from penstock.batch.batch import NO_BATCH, Batch
 from penstock.comm.messages import Work
 from penstock.compat._exchange import batch_p2p
 from penstock.compat._orders import NamedAction
@@ -17,7 +19,6 @@ from penstock.errors import RunError
 from penstock.nest import Value
 from penstock.plan import Op
 from penstock.run.channel import Channel
-from penstock.run.inputs import StepInputs
 
 if TYPE_CHECKING:
     from penstock.compat._by_hand import HandProgram
@@ -36,9 +37,9 @@ class PipelineContext:
     """What a user's function for a kind of action is given beside the action."""
 
     schedule_ref: _PipelineSchedule
-    arg_mbs: list[tuple[Value, ...]] | None = None
-    kwarg_mbs: list[dict[str, Value]] | None = None
-    target_mbs: list[Value] | None = None
+    arg_mbs: Sequence[tuple[Value, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Value]] | None = None
+    target_mbs: Sequence[Value] | None = None
     losses: list[Tensor] | None = None
 
 
@@ -126,10 +127,11 @@ class HandRun:
     def __init__(self, stage: _PipelineStageBase, program: HandProgram) -> None:
         self.stage, self.program = stage, program
         self.module = stage.submod
-        self.inputs = StepInputs()
+        self.inputs = NO_BATCH
+        self.number = 0
 
-    def begin(self, inputs: StepInputs) -> None:
-        self.inputs = inputs
+    def begin(self, inputs: Batch, number: int, *, uneven: bool) -> None:
+        self.inputs, self.number = inputs, number
         stage, setting = self.stage, self.program.setting
         stage.has_backward = setting.grad
         stage._begin_step(setting.adapters[stage.stage_index])
@@ -142,7 +144,7 @@ class HandRun:
         return []
 
     def clear(self) -> None:
-        self.inputs = StepInputs()
+        self.inputs = NO_BATCH
 
     # -- the actions
 
@@ -154,7 +156,7 @@ class HandRun:
             self.arrived(Op.RECV_F, microbatch, "its input")
         rng, keep = program.setting.rng, self.inputs.keep_outputs
         args, kwargs = (context.arg_mbs or [])[microbatch], (context.kwarg_mbs or [])[microbatch]
-        with nullcontext() if rng is None else rng.at(index, microbatch):
+        with nullcontext() if rng is None else rng.at(index, microbatch, self.number):
             output = stage.forward_one_chunk(microbatch, args, kwargs, save_forward_output=keep)
             schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, self.inputs.loss_kwargs)
         if index + 1 in program.runs:

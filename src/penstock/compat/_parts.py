@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from penstock.batch import Microbatches, TensorChunkSpec, batch_size_of, merge_chunks, split_batch
+from penstock.batch.policy import RowPolicy
 from penstock.compat import _orders as passes
 from penstock.compat._orders import ComputationType, NamedAction, Order, OrderDict, leaves_of, named, plan_of
 from penstock.compat._siblings import is_overridden
@@ -44,6 +45,7 @@ class Parts(Schedule):
     _own_order: OrderDict | None = None  # the schedule's own, once somebody has asked
     _order_with_comms: OrderDict | None = None  # set by a program
     _given_plan: Plan | None = None
+    policy: RowPolicy  # set by `_PipelineSchedule`
 
     rank = cached_property[int](lambda self: self.stages[0].group_rank)
     pp_group_size = cached_property[int](lambda self: self.stages[0].group_size)
@@ -237,12 +239,12 @@ class Parts(Schedule):
         """The arguments of each microbatch."""
         if not args and not kwargs:
             return [()] * self.num_microbatches, [{}] * self.num_microbatches
-        specs = {"args_spec": self._specs.args, "kwargs_spec": self._row_specs(args, kwargs)}
+        specs = {"args_spec": self.policy.args_spec, "kwargs_spec": self._row_specs(args, kwargs)}
         return split_batch(args, kwargs, self.num_microbatches, **specs)
 
     def _row_specs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value] | None) -> object:
         """The specs for keyword arguments: a tensor with a row for each microbatch, and not for each sample, is told so."""
-        specs, size = self._specs.kwargs, self.num_microbatches
+        specs, size = self.policy.kwargs_spec, self.num_microbatches
         if not kwargs or size == 1 or not (specs is None or isinstance(specs, Mapping)):
             return specs
         rows = [
@@ -250,7 +252,7 @@ class Parts(Schedule):
             for name, value in kwargs.items()
             if isinstance(value, Tensor) and value.dim() and value.size(0) == size and name not in (specs or {})
         ]
-        if not rows or batch_size_of(args, kwargs, args_spec=self._specs.args, kwargs_spec=specs) in (None, size):
+        if not rows or batch_size_of(args, kwargs, args_spec=self.policy.args_spec, kwargs_spec=specs) in (None, size):
             return specs
         warnings.warn(
             f"keyword argument {', '.join(rows)} of step() has {size} rows, one for each microbatch, which gets its own. To hand "
@@ -260,7 +262,7 @@ class Parts(Schedule):
         return {**(specs or {}), **dict.fromkeys(rows, TensorChunkSpec(0))}
 
     def _merge_outputs(self, output_chunks: list[Value]) -> Value:
-        return merge_chunks(output_chunks, self._specs.output)
+        return merge_chunks(output_chunks, self.policy.output_spec)
 
     def _check_inputs(
         self, arg_mbs: Cut = None, kwarg_mbs: Cut = None, target_mbs: Cut = None, losses: list[Tensor] | None = None

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
 from torch import Tensor
 
 from penstock.batch import split_target
+from penstock.batch.batch import Args, Batch, Kwargs
+from penstock.batch.policy import RowPolicy
 from penstock.compat._by_hand import HAND, MEET, HandProgram, HandPrograms, is_driven_by_hand
 from penstock.compat._hand_stage import PipelineContext
 from penstock.compat._orders import ComputationType, leaves_of
@@ -27,9 +29,8 @@ from penstock.errors import PlanError, RunError
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
-from penstock.run.inputs import Given, StepInputs
 from penstock.run.program import CustomFunction
-from penstock.run.runner import Outcome, Prepared, Runner
+from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
 from penstock.stage.pipeline_stage import place_in
@@ -40,9 +41,34 @@ Receives = dict[tuple[int, int], list[Any]]  # by stage and microbatch, what was
 def _spec(field: str) -> object:
     """How the batch is cut, under torch's name; a program may set it between two steps."""
     return property(
-        lambda self: getattr(self._specs, field),
-        lambda self, spec: setattr(self, "_specs", replace(self._specs, **{field: spec})),
+        lambda self: getattr(self.policy, field),
+        lambda self, spec: setattr(self, "policy", replace(self.policy, **{field: spec})),
     )
+
+
+@dataclass(frozen=True)
+class TorchPolicy(RowPolicy):
+    """Splits and merges by the methods of a schedule that programs override."""
+
+    schedule: Any = field(default=None, repr=False)
+
+    def split_arguments(
+        self, count: int, args: Args, kwargs: Kwargs
+    ) -> tuple[Sequence[Args], Sequence[dict[str, Value]]]:
+        found: tuple[Sequence[Args], Sequence[dict[str, Value]]] = self.schedule._split_inputs(args, dict(kwargs))
+        return found
+
+    def merge(self, outputs: Sequence[Value], batch: Batch) -> Value:
+        merged = self.schedule._merge_outputs(outputs)
+        # Let the last stage show what each microbatch gave: as views of what is returned, where that can be.
+        if is_strided(merged) and all(is_strided(one) and one.dim() for one in outputs):
+            sizes = [one.size(0) for one in outputs]
+            if merged.shape[:1] == (sum(sizes),):
+                outputs = list(merged.split(sizes))
+        for stage in self.schedule._drivable():
+            if stage.is_last:
+                stage.output_chunks[:] = outputs
+        return merged
 
 
 class Both:
@@ -70,17 +96,23 @@ class _PipelineSchedule(Parts):
     # Of functions of the program's own.
     unshard_ops = cached_property[dict[int, list[object]]](lambda _: defaultdict(list))
     unsharded_stages = cached_property[set[int]](lambda _: set())
-    _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args", "kwargs", "output"))
+    _args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec = map(_spec, ("args_spec", "kwargs_spec", "output_spec"))
 
     def __init__(self, *args: Value, **options: Value) -> None:
         super().__init__(*args, **options)
+        self._adopt_policy()
         self._tell_stages()
 
     @classmethod
     def from_plan(cls, *args: Value, **options: Value) -> Self:
         made = super().from_plan(*args, **options)
+        made._adopt_policy()
         made._tell_stages()
         return made
+
+    def _adopt_policy(self) -> None:
+        given = {one.name: getattr(self.policy, one.name) for one in fields(RowPolicy)}
+        self.policy = TorchPolicy(**given, schedule=self)
 
     def _set_stages(self, stages: list[CoreStage]) -> None:
         """Programs put stages of a class of their own in the place of those that a schedule was made with."""
@@ -103,14 +135,11 @@ class _PipelineSchedule(Parts):
     _n_microbatches = property(lambda self: self.num_microbatches, _set_number)
 
     @property
-    def _trains(self) -> bool:
+    def trains(self) -> bool:
         """Whether `step` differentiates: with a loss it does, unless a program says otherwise."""
         return self.loss_fn is not None if self._backward_wanted is None else self._backward_wanted
 
-    _has_backward = property(lambda self: self._trains, lambda self, wanted: setattr(self, "_backward_wanted", wanted))
-
-    def _check_target(self, target: Value) -> None:
-        """Torch's programs may give a target to a schedule without a loss, which is then not looked at."""
+    _has_backward = property(lambda self: self.trains, lambda self, wanted: setattr(self, "_backward_wanted", wanted))
 
     def register_custom_function(
         self, computation_type: ActionKind | ComputationType, custom_function: CustomFunction | Callable[..., object]
@@ -178,9 +207,36 @@ class _PipelineSchedule(Parts):
         finally:
             self._backward_wanted = wanted
 
-    def _run(self, given: Given, *, train: bool) -> Outcome:
+    def prepare(
+        self,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+        target: Value = None,
+        *,
+        keep_outputs: bool = True,
+        **options: Any,
+    ) -> Batch:
+        """As `penstock.Schedule.prepare`. Every rank has the target, which is not looked at without a loss."""
+        given = None if self.loss_fn is None else target
+        batch = super().prepare(args, kwargs, given, keep_outputs=keep_outputs, **options)
+        if batch.error is not None:
+            return batch
+        loss_fn, targets = batch.loss_fn, batch.targets
+        try:
+            if targets is None and target is not None:
+                targets = split_target(target, batch.count, target_spec=self.policy.target_spec)
+            if loss_fn is not None and is_overridden(self, "_compute_loss"):
+                loss_fn = self._own_compute_loss
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            return replace(batch, error=error)
+        return replace(batch, loss_fn=loss_fn, targets=targets, keep_outputs=keep_outputs)
+
+    def _own_compute_loss(self, output: Value, target: Value, **options: Value) -> Tensor:
+        return self._compute_loss(output, target, options)
+
+    def run(self, batch: Batch) -> Outcome:
         if self._stands_for_others():
-            self._meet(StepInputs(*self._split(given)))
+            self._meet(batch)
             return Outcome()
         mine = self._drivable()
         with self._transport.called("step() or eval()"):  # nothing of a step that another thread is in is touched
@@ -190,11 +246,10 @@ class _PipelineSchedule(Parts):
                 if stage.is_last:
                     stage.output_chunks.clear()  # what the last step gave must not be alive beside what this one gives
             first = self.stages[0]
-            if isinstance(first, PipelineStage) and first._runtime_validate and first.is_first and given.args:
-                arg_mbs, kwarg_mbs = self._split(given)  # tried out before anything is told to other ranks
-                first._validate_ahead(arg_mbs[0], kwarg_mbs[0])
+            if isinstance(first, PipelineStage) and first._runtime_validate and first.is_first and batch.args:
+                first._validate_ahead(batch.args[0], dict(batch.kwargs[0]))  # before anything is told to other ranks
             try:
-                outcome = super()._run(given, train=train)
+                outcome = super().run(batch)
             except BaseException:
                 for stage in mine:
                     stage.clear_runtime_states()
@@ -208,37 +263,9 @@ class _PipelineSchedule(Parts):
         """The stages that programs may drive; penstock's own have none of what that takes."""
         return [stage for stage in self.stages if isinstance(stage, _PipelineStageBase)]
 
-    def _cut(self, given: Given, *, train: bool) -> StepInputs:
-        inputs = super()._cut(given, train=train)
-        if inputs.targets is None and given.target is not None:
-            inputs.targets = split_target(given.target, self.num_microbatches, target_spec=self._specs.target)
-        if inputs.loss_fn is not None and is_overridden(self, "_compute_loss"):
-            inputs.loss_fn = lambda output, target, **options: self._compute_loss(output, target, options)
-        return inputs
-
-    def _split(self, given: Given) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
-        return self._split_inputs(given.args, given.kwargs)
-
-    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
-        if losses is not None and self._has_last:
-            losses[:] = outcome.losses
-        outputs = outcome.outputs  # of the last stage, if they were asked for
-        if not outputs:
-            return None
-        merged = self._merge_outputs(outputs)
-        # Let the last stage show what each microbatch gave: as views of what is returned, where that can be.
-        if is_strided(merged) and all(is_strided(one) and one.dim() for one in outputs):
-            sizes = [one.size(0) for one in outputs]
-            if merged.shape[:1] == (sum(sizes),):
-                outputs = list(merged.split(sizes))
-        for stage in self._drivable():
-            if stage.is_last:
-                stage.output_chunks[:] = outputs
-        return merged
-
-    def _begin_step(self, inputs: StepInputs) -> None:
+    def _begin_step(self, batch: Batch) -> None:
         """Of stages that are driven by hand."""
-        self._loss_weights = inputs.weights
+        self._loss_weights = None if callable(batch.shares) else batch.weights(batch.shares)
         for kept in (self._internal_losses, self.backward_counter, self.unsharded_stages):
             kept.clear()
         self._tell_stages()
@@ -261,7 +288,8 @@ class _PipelineSchedule(Parts):
         """
         if not any(getattr(stage, "_in_step", False) for stage in self.stages):
             targets = None if target is None else [target]
-            self._meet(StepInputs([tuple(args or ())], [dict(kwargs or {})], targets, loss_kwargs or {}))
+            batch = Batch(args=[tuple(args or ())], kwargs=[dict(kwargs or {})], targets=targets)
+            self._meet(replace(batch, loss_kwargs=loss_kwargs or {}))
 
     _initialize_stage = _initialize_stages
 
@@ -276,21 +304,22 @@ class _PipelineSchedule(Parts):
         loss_kwargs: Value = None,
     ) -> tuple[bool, bool]:
         """Likewise; what is initialized afterwards."""
-        if not fwd_initialized or bwd_initialized != self._trains:
+        if not fwd_initialized or bwd_initialized != self.trains:
             self._initialize_stages(args, kwargs, target, loss_kwargs)
-        return True, self._trains
+        return True, self.trains
 
-    def _meet(self, inputs: StepInputs) -> None:
+    def _meet(self, batch: Batch) -> None:
         """What comes before the first microbatch of a step, and no more."""
         if self._stands_for_others():
-            context = PipelineContext(self, inputs.args, inputs.kwargs, inputs.targets)
+            context = PipelineContext(self, batch.args, batch.kwargs, batch.targets)
             for stage in self._drivable():  # all of them: those for other ranks are torch's kind
                 self._prepare_forward(stage, None, context)
-            self._prepare_backward(context, inputs.loss_kwargs)
+            self._prepare_backward(context, batch.loss_kwargs)
             return
         with self._transport.alone("_initialize_stages()"):
-            runner = self._connect(train=self._trains)
-            runner.step(self._programs, HAND + MEET + (TRAIN if self._trains else FORWARD), Prepared(inputs))
+            runner = self._connect(train=self.trains)
+            mode = HAND + MEET + (TRAIN if self.trains else FORWARD)
+            runner.step(self._programs, mode, batch, self.steps)
 
     _adjacent_only = False  # whether stages that are driven by hand talk with their neighbours alone
     _backward_wanted: bool | None = None
@@ -305,11 +334,11 @@ class _PipelineSchedule(Parts):
         stage._model_args = args
         if not self._knows_shapes:
             given = args if stage.is_first else handed
-            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self._trains)
+            stage._prepare_forward_infra(self.num_microbatches, given, kwargs, has_backward=self.trains)
 
     def _prepare_backward(self, context: PipelineContext, loss_kwargs: Value) -> None:
         received: object = None
-        for stage in reversed(self.stages) if self._trains and not self._knows_shapes else ():
+        for stage in reversed(self.stages) if self.trains and not self._knows_shapes else ():
             received = stage._prepare_backward_infra(  # type: ignore[attr-defined]
                 self.num_microbatches,
                 loss_fn=self.loss_fn,

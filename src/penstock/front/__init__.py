@@ -18,10 +18,10 @@ From the call to the step:
 
 from __future__ import annotations
 
+from penstock.batch.group_rows import GroupRows
 from penstock.front.choice import Choice, Tried
 from penstock.front.choose import choose
 from penstock.front.dimensions import shard_parameters
-from penstock.front.grouping import GroupRows
 from penstock.front.loading import Checkpoint, load
 from penstock.front.pipeline import Pipeline
 from penstock.front.saving import Saving

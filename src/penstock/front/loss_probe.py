@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.modules import module as of_all_modules
 from torch.overrides import TorchFunctionMode
 
-from penstock.front.norm import precise_on
+from penstock.batch.batch import precise_on
 from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.buffers import RandomState, accelerators
 

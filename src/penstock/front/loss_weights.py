@@ -1,8 +1,6 @@
 """How much the loss of each microbatch counts, so that a batch in microbatches has the loss and gradients of the whole batch.
 
-    weights = LossWeights(nn.CrossEntropyLoss(), None)
-    weights.shares(inputs, [0.5, 0.5])      # by the labels that count; None: the first loss of the step will tell
-    weights.seen(inputs, [0.5, 0.5], output, target)
+    policy = RowPolicy(weight_of=LossWeights(nn.CrossEntropyLoss(), None).shares)      # by the labels that count
 
 In this order: `loss_weight=` of the user; what the loss says of itself (`.reduction`, `ignore_index`, `weight` of torch's own);
 what is found out of a function that can be called once more (`penstock.front.loss_probe`); else the share of the rows.
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.batch.batch import Batch, Shares, Weights, precise_on
 from penstock.errors import LabelsNotCounted, RunError
 from penstock.front.loss_probe import (
     LabelCall,
@@ -30,19 +29,16 @@ from penstock.front.loss_probe import (
     label_call,
     labels_of,
 )
-from penstock.front.norm import precise_on
 from penstock.nest import Value, tensors_in
-from penstock.run.inputs import StepInputs
 from penstock.run.last_stage import OwnLoss
 
-Shares = Sequence[float | Tensor]
 IGNORED = -100  # the label that torch's losses ignore unless they are told otherwise
 _ROWS, _SUM, _LABELS = "rows", "sum", "labels"
 _COUNTING = (functional.cross_entropy, functional.nll_loss)
 
 
 class LossWeights:
-    """What is known of the loss of one pipeline, whichever of its schedules runs."""
+    """Knowledge about the loss of one pipeline; `shares` is a `weight_of` of a `RowPolicy`."""
 
     def __init__(
         self,
@@ -58,8 +54,8 @@ class LossWeights:
         self._warned = False
         self._on_host: tuple[Tensor, int, Tensor] | None = None  # weights of classes, their version, and a copy
 
-    def shares(self, inputs: StepInputs, by_rows: Sequence[float]) -> Shares | None:
-        """What is known before the step; None: `seen` has to be called with the first output."""
+    def shares(self, inputs: Batch, by_rows: Sequence[float]) -> Shares:
+        """Return the shares of the microbatches, or the function that finds them with the first output."""
         if self.given is not None:
             return as_shares([_number(self.given(*args, **kwargs)) for args, kwargs in _arguments(inputs)], by_rows)
         assert inputs.targets is not None, "there is nothing to weigh without a loss"
@@ -71,11 +67,11 @@ class LossWeights:
         if stated == _ROWS:
             return by_rows
         if self._is_tried:
-            return None
+            return functools.partial(self._seen, inputs, by_rows)
         self._warn(inputs, by_rows)
         return by_rows
 
-    def seen(self, inputs: StepInputs, by_rows: Sequence[float], output: Value, target: Value) -> Shares:
+    def _seen(self, inputs: Batch, by_rows: Sequence[float], output: Value, target: Value) -> Weights:
         """What a function shows with the first output of a step."""
         loss_fn, targets, options = self.loss_fn, inputs.targets, inputs.loss_kwargs
         assert loss_fn is not None, "there was a loss"
@@ -151,7 +147,7 @@ class LossWeights:
             self._on_host = weight, weight._version, weight.detach().to(device, precise_on(device))
         return self._on_host[2]
 
-    def _warn(self, inputs: StepInputs, by_rows: Sequence[float]) -> None:
+    def _warn(self, inputs: Batch, by_rows: Sequence[float]) -> None:
         """Say once that labels which do not count are there, and that nothing says how they weigh."""
         if self._warned:
             return
@@ -180,7 +176,7 @@ def _not_compiled(loss_fn: Value) -> Value:
     return loss_fn if given is None else getattr(given, "__wrapped__", given)  # torch wraps functions of its own first
 
 
-def as_shares(counts: Sequence[float | Tensor], by_rows: Sequence[float]) -> Shares:
+def as_shares(counts: Weights, by_rows: Sequence[float]) -> Weights:
     """The part of each microbatch in what all count together; that of its rows, if none counts anything.
 
     >>> as_shares([3.0, 1.0], [0.5, 0.5]), as_shares([0.0, 0.0], [0.5, 0.5])
@@ -195,18 +191,18 @@ def as_shares(counts: Sequence[float | Tensor], by_rows: Sequence[float]) -> Sha
     return [torch.where(whole > 0, one / whole, rows) for one, rows in zip(each, _on(place, by_rows), strict=True)]
 
 
-def _on(device: torch.device, numbers: Shares) -> list[Tensor]:
+def _on(device: torch.device, numbers: Weights) -> list[Tensor]:
     dtype = precise_on(device)
     return [
         one.to(dtype) if isinstance(one, Tensor) else torch.full((), one, dtype=dtype, device=device) for one in numbers
     ]
 
 
-def _is_own(inputs: StepInputs) -> bool:
+def _is_own(inputs: Batch) -> bool:
     return isinstance(inputs.loss_fn, OwnLoss)
 
 
-def _arguments(inputs: StepInputs, *, or_none: bool = False) -> list[tuple[tuple[Value, ...], dict[str, Value]]]:
+def _arguments(inputs: Batch, *, or_none: bool = False) -> list[tuple[tuple[Value, ...], dict[str, Value]]]:
     """What `loss_weight` is called with for each microbatch: its target; the arguments of a model with a loss of its own."""
     if not _is_own(inputs):
         return [((target,), {}) for target in inputs.targets or ()]
@@ -218,7 +214,8 @@ def _arguments(inputs: StepInputs, *, or_none: bool = False) -> list[tuple[tuple
             "loss_weight= for a model with a loss of its own, and the rank of the last stage has no arguments to call it with; "
             "give them there too: step(x, labels=y) on every rank"
         )
-    return list(zip(inputs.args or [()] * size, inputs.kwargs or [{}] * size, strict=True))
+    kwargs = [dict(one) for one in inputs.kwargs or [{}] * size]
+    return list(zip(inputs.args or [()] * size, kwargs, strict=True))
 
 
 def _number(value: object) -> float | Tensor:

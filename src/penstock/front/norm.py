@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.batch.batch import precise_on
 from penstock.errors import RunError
 from penstock.front.ends import Ends
 from penstock.run.feed import pinned
@@ -93,21 +94,11 @@ def _term(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> 
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
 
 
-def precise_on(device: torch.device) -> torch.dtype:
-    """float64, but on devices that do not know it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def unread(scaler: object) -> list[tuple[dict[torch.device, Tensor], torch.device]]:
     """Where a scaler that has unscaled gradients keeps, on a device, whether it met infinite ones. It reads that in `step`."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     findings = [state["found_inf_per_device"] for state in states]
     return [(found, place) for found in findings for place in found if found[place].device.type != "cpu"]
-
-
-def loss_factor(scaler: torch.amp.GradScaler | None, device: torch.device) -> float | Tensor:
-    """What a GradScaler multiplies a loss by: a number on the device, which nobody reads."""
-    return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.balance import Profile
+from penstock.batch.group_rows import GroupRows
 from penstock.checkpoint.weight_files import Source
 from penstock.front.dimensions import Parallelize
-from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
 from penstock.nest import Value
 from penstock.plan import Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from penstock.balance import Profile
+from penstock.batch.batch import Batch
+from penstock.batch.policy import RowPolicy
 from penstock.capture import Pipe
 from penstock.checkpoint.lineage import Lineage
 from penstock.checks import check_types
@@ -26,7 +28,7 @@ from penstock.front.choice import Built, Choice
 from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
 from penstock.front.garbage import Garbage
-from penstock.front.grouping import FewRows, StepBatch
+from penstock.front.grouping import FewRows
 from penstock.front.loading import load_into, take_weights
 from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
@@ -39,16 +41,19 @@ from penstock.front.replan import Replanner, calibrated, check_rounds, recut
 from penstock.front.saving import Saving, prepare, save
 from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
-from penstock.front.weighted import WeightedSchedule
 from penstock.lower import recompute_rank
 from penstock.nest import Value
 from penstock.plan import Plan
+from penstock.run.checksums import Comparison
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.lookout import Lookout
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.record import Recording
+from penstock.run.runner import Outcome
+from penstock.run.schedule import Schedule
 from penstock.schedules import Recipe
 from penstock.simulate import Costs, Timeline
+from penstock.stage.dtensors import whole_tensor
 
 
 class Pipeline(OwnStages):
@@ -82,7 +87,7 @@ class Pipeline(OwnStages):
       `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`.
     """
 
-    schedule: WeightedSchedule  # the one beneath: `schedule.record()`, `schedule.lowered_plan()`, ...
+    schedule: Schedule  # the one beneath: `schedule.record()`, `schedule.lowered_plan()`, ...
 
     def __init__(
         self,
@@ -105,8 +110,15 @@ class Pipeline(OwnStages):
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize, captured=not of_cut.made))
-        self._loss_weights = LossWeights(loss_fn, of_steps.loss_weight, by_dimension_0=of_steps.cuts_rows)
-        self.schedule = self._scheduled(self._built.plan)
+        policy = self._make_policy()
+        self._options |= {
+            "policy": policy,
+            "transport": ends.transport,  # one rank alone would get one of its own: two calls could not see each other
+            "copies_batch": True,
+            "comparison": Comparison(),
+            "scope": _implicit_replication if ends.beside else nullcontext,
+        }
+        self.schedule = self._make_schedule(self._built.plan)
         self._telling = Telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(Path(of_steps.run_folder))
@@ -121,7 +133,7 @@ class Pipeline(OwnStages):
             take_weights(self.tensors, self._ends, of_model.weights)
         own = stage_tensors(self._built, self._ends, self._ties, self._prefixes)
         self._sharing = Sharing(given, own.all_parameters(), self.transport)
-        self._few_rows = FewRows(self.schedule, self._ends, allowed=of_steps.few_rows, specs=of_steps.batch_specs)
+        self._few_rows = FewRows(self.schedule, self._ends, policy)
 
     @property
     def plan(self) -> Plan:
@@ -135,35 +147,34 @@ class Pipeline(OwnStages):
         target: Value = None,
         outputs: Where = None,
         loss_kwargs: Mapping[str, Value] | None = None,
+        loss_factor: float = 1.0,
         **kwargs: Value,
     ) -> Result:
         """One training step over a batch; gradients add up in `.grad`. The same call on every rank.
 
         `outputs` says where the model's outputs are wanted: "last" (the rank of the last stage), "all", or a rank.
+        `loss_factor` multiplies the loss before the backward, and not the loss that is reported: 1/4 in each of four steps
+        whose gradients are accumulated.
         """
         with self.transport.called("step()"):
-            problem = self._refusal("step", outputs, target, loss_kwargs)
-            keep = outputs is not None and problem is None
-            few = self._few_rows.count(args, kwargs)
-            count, gives = few or self.schedule.num_microbatches, keep and self.rank == self._last_rank
-            batch = StepBatch(args, kwargs, target, few).grouped(self._of_steps.group_rows, count, outputs=gives)
-            schedule = self._of_step(few)
-            schedule.problem = problem or batch.problem
-            schedule.factor = norm.loss_factor(self._of_steps.loss_scale, self._ends.device)
-            losses: list[Tensor] = []
-            loss_kwargs = loss_kwargs if problem is None else None
-            step = partial(schedule.step, losses=losses, return_outputs=keep, loss_kwargs=loss_kwargs)
+            problem = self._refusal("step", outputs, target, loss_kwargs, loss_factor)
+            schedule, keep = self._few_rows.of_step(args, kwargs, self._make_schedule), outputs is not None
+            factor = loss_factor if problem is None else 1.0
+            batch = schedule.prepare(
+                args, kwargs, target, loss_kwargs=loss_kwargs, keep_outputs=keep, loss_factor=factor
+            )
             try:
-                with self._watched(schedule, batch):
-                    value = step(*batch.args, target=batch.target, **batch.kwargs)
+                with self._watched(schedule, (args, kwargs)):
+                    outcome = schedule.run(batch if problem is None else replace(batch, error=problem))
             except OutOfMemory as error:
                 error.remedy = recompute_rank(
                     self.plan, error.rank
                 )  # of all microbatches, also for a batch of few rows
                 raise
-            self.schedule.steps = schedule.steps
+            if schedule is not self.schedule:
+                self.schedule.steps = schedule.steps
             self._tidy_up()
-            return self._result(schedule, losses, batch.in_order(value), outputs, trained=True)
+            return self._result(outcome, batch, schedule.merge(outcome, batch), outputs)
 
     @one_call
     def evaluate(
@@ -178,11 +189,9 @@ class Pipeline(OwnStages):
 
         loss = pipe.evaluate(tokens, target=labels).loss
         """
-        problem, losses = self._refusal("evaluate", outputs, target, loss_kwargs), list[Tensor]()
-        loss_kwargs = loss_kwargs if problem is None else None
-        given = {"target": target, "losses": losses, "loss_kwargs": loss_kwargs, "return_outputs": outputs is not None}
-        schedule, value = self._evaluated(args, kwargs, problem, given)
-        return self._result(schedule, losses, value, outputs, trained=False)
+        problem = self._refusal("evaluate", outputs, target, loss_kwargs)
+        options = {"target": target, "loss_kwargs": loss_kwargs, "keep_outputs": outputs is not None}
+        return self._result(*self._evaluated(args, kwargs, problem, options), outputs)
 
     @one_call
     def predict(self, *args: Value, outputs: Where = "all", **kwargs: Value) -> Value:
@@ -191,7 +200,7 @@ class Pipeline(OwnStages):
         scores = pipe.predict(tokens)
         """
         problem = self._refusal("predict", outputs, None, None)
-        _, value = self._evaluated(args, kwargs, problem, {"return_outputs": outputs is not None})
+        _, _, value = self._evaluated(args, kwargs, problem, {"keep_outputs": outputs is not None})
         return deliver(self._ends, value, outputs, last=self._last_rank)
 
     def record(self) -> AbstractContextManager[Recording]:
@@ -396,25 +405,34 @@ class Pipeline(OwnStages):
 
         self.agree(f"writing to the folder of the run, {folder}", start)
 
-    def _scheduled(self, plan: Plan) -> WeightedSchedule:
-        schedule = self._make_schedule(plan)
-        schedule.spread = self._ends.beside
-        schedule.loss_weights = self._loss_weights
-        # One rank alone would get one of its own: two calls could not see each other.
-        schedule._transport = self._ends.transport
-        return schedule
+    def _make_schedule(self, plan: Plan) -> Schedule:
+        return Schedule.from_plan(plan, self._built.stages, **self._options)
 
-    def _make_schedule(self, plan: Plan) -> WeightedSchedule:
-        return WeightedSchedule.from_plan(plan, self._built.stages, **self._options)
+    def _make_policy(self) -> RowPolicy:
+        """How batches are split, weighed and merged; asked once, when the stages are made."""
+        steps = self._of_steps
+        weights = LossWeights(self._request.loss_fn, steps.loss_weight, by_dimension_0=steps.cuts_rows)
+        return RowPolicy(
+            steps.args_chunk_spec,
+            steps.kwargs_chunk_spec,
+            steps.target_chunk_spec,
+            steps.output_merge_spec,
+            mean=steps.scale_grads,
+            fewer=steps.few_rows,
+            group_by=steps.group_rows,
+            weight_of=weights.shares,
+            scaler=steps.loss_scale,
+            gather=whole_tensor if self._ends.beside else None,
+        )
 
     @contextmanager
-    def _watched(self, schedule: WeightedSchedule, batch: StepBatch) -> Iterator[None]:
+    def _watched(self, schedule: Schedule, arguments: object) -> Iterator[None]:
         """Measure and count a step, where that is wanted; one of few rows says nothing of the plan."""
         with ExitStack() as watching:
             if schedule is self.schedule:
                 if self._replanner is not None:
                     watching.enter_context(self._replanner.around(schedule))
-                watching.enter_context(self._memory.around(schedule, (batch.args, batch.kwargs), self._built.choice))
+                watching.enter_context(self._memory.around(schedule, arguments, self._built.choice))
             yield
 
     def _tidy_up(self) -> None:
@@ -426,40 +444,65 @@ class Pipeline(OwnStages):
         if self._garbage is not None:
             self._garbage.after(self.schedule.steps)
 
-    def _of_step(self, few: int | None) -> WeightedSchedule:
-        """The schedule of a step, or one of its plan with only so many microbatches."""
-        return self._few_rows.of_few(few, self._scheduled)
-
-    def _refusal(self, name: str, outputs: object, target: object, loss_kwargs: object) -> RunError | None:
+    def _refusal(
+        self, name: str, outputs: object, target: object, loss_kwargs: object, loss_factor: object = 1.0
+    ) -> RunError | None:
         """What cannot be in this call. It is raised where the other ranks hear of it: they may have been given something else."""
         try:
             check_where(outputs, self.num_ranks)
+            if not isinstance(loss_factor, int | float):
+                raise RunError(f"loss_factor is a {type(loss_factor).__name__}; expected a number")
             if name != "predict":
-                self.schedule.check_call(name, target, loss_kwargs)
+                check_loss(self.schedule, name, target, loss_kwargs)
         except RunError as error:
             return error
         return self._sharing.refusal(f"{name}()")
 
     def _evaluated(
-        self, args: tuple[Value, ...], kwargs: Mapping[str, Value], problem: RunError | None, given: Mapping[str, Value]
-    ) -> tuple[WeightedSchedule, Value]:
-        """What a schedule that suits this batch gives for it in evaluation mode, and the schedule."""
-        schedule = self._few_rows.of_evaluation(args, kwargs, self._scheduled, problem)
-        with self._evaluating():
-            call = partial(schedule.eval, *args, **given, **kwargs)
-            return schedule, self._ends.together("evaluate() or predict()", call)
+        self,
+        args: tuple[Value, ...],
+        kwargs: Mapping[str, Value],
+        problem: RunError | None,
+        options: Mapping[str, Value],
+    ) -> tuple[Outcome, Batch, Value]:
+        """Run a batch forward in evaluation mode; return its losses and its merged outputs."""
+        schedule = self._few_rows.of_evaluation(args, kwargs, self._make_schedule, problem)
 
-    def _result(
-        self, schedule: WeightedSchedule, losses: list[Tensor], value: object, outputs: Where, *, trained: bool
-    ) -> Result:
+        def evaluate() -> tuple[Outcome, Batch, Value]:
+            batch = schedule.prepare(args, kwargs, train=False, **options)
+            outcome = schedule.run(batch)
+            return outcome, batch, schedule.merge(outcome, batch)
+
+        with self._evaluating():
+            return self._ends.together("evaluate() or predict()", evaluate)
+
+    def _result(self, outcome: Outcome, batch: Batch, value: object, outputs: Where) -> Result:
         """What the caller gets, once all ranks know the losses and whether gradients overflowed on any of them.
 
         They must all know of an overflow, or some ranks' scalers would step and some not.
         """
-        scaled = trained and self._of_steps.loss_scale is not None
+        scaled = batch.train and self._of_steps.loss_scale is not None
         overflow = norm.overflow(self._gradients(), self._ends.device) if scaled else None
-        shares = self._of_steps.share_loss and schedule.loss_fn is not None
-        read, overflown = self._telling.tell(schedule, losses, shares=shares, overflow=overflow)
+        shares = self._of_steps.share_loss and batch.loss_fn is not None
+        read, overflown = self._telling.tell(outcome, batch, shares=shares, overflow=overflow)
         if overflown is not None:
             norm.spoil_if(overflown, self._gradients())
         return Result(read, deliver(self._ends, value, outputs, last=self._last_rank))
+
+
+def check_loss(schedule: Schedule, name: str, target: object, loss_kwargs: object) -> None:
+    """Raise if the arguments of a call that computes a loss cannot be right."""
+    if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):
+        raise RunError(f"loss_kwargs is a {type(loss_kwargs).__name__}; expected a dictionary of arguments of the loss")
+    if schedule.loss_fn is None and (target is not None or name == "step"):
+        raise RunError(
+            f"{name}() {'with a target ' if target is not None else ''}without a loss: nothing could be differentiated or "
+            "reported. Give Pipeline(..., loss_fn=function), or call predict() for the outputs alone"
+        )
+
+
+def _implicit_replication() -> AbstractContextManager[object]:
+    """Plain tensors that meet DTensors (a mask, a target) are the same on all ranks."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()

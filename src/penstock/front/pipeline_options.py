@@ -18,10 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.balance import Profile
+from penstock.batch.group_rows import GroupRows
 from penstock.checkpoint.weight_files import Source
 from penstock.errors import PlanError, StageError, UnknownNameError
 from penstock.front.dimensions import Parallelize
-from penstock.front.grouping import GroupRows
 from penstock.lower import ReceivePolicy
 from penstock.nest import Value
 from penstock.plan import Placement, Plan

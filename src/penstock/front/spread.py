@@ -19,16 +19,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from penstock.batch.batch import Batch, precise_on
+from penstock.batch.policy import total
 from penstock.comm.framing import complete, frame, receive_frame
 from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.front.ends import Ends
-from penstock.front.norm import precise_on
-from penstock.front.weighted import WeightedSchedule
 from penstock.nest import Value
 from penstock.plan import Placement
 from penstock.run.layout import wire
+from penstock.run.runner import Outcome
 from penstock.stage.boundary import Spec, flatten, unflatten
 
 Where = Literal["all", "last"] | int | None  # on which ranks the outputs are wanted
@@ -85,11 +86,9 @@ class Telling:
         self._children = [rank for rank, parent in parents.items() if parent == ends.rank]
 
     @torch.no_grad()
-    def tell(
-        self, schedule: WeightedSchedule, losses: Sequence[Tensor], *, shares: bool, overflow: Tensor | None
-    ) -> Told:
+    def tell(self, outcome: Outcome, batch: Batch, *, shares: bool, overflow: Tensor | None) -> Told:
         """After a step that succeeded: all ranks of all replicas call it. On a device the host does not wait."""
-        mine = self._loss_of_all(schedule, losses)
+        mine, losses = self._loss_of_all(outcome, batch.count), outcome.losses
         tell = self._from_device_to_device if self._stays else self._in_host_memory
         told, overflow = tell(mine if shares else mine[:0], overflow)
         # The last stage's rank has none after an evaluation without a target.
@@ -101,15 +100,16 @@ class Telling:
 
         return read, overflow
 
-    def _loss_of_all(self, schedule: WeightedSchedule, losses: Sequence[Tensor]) -> Tensor:
+    def _loss_of_all(self, outcome: Outcome, count: int) -> Tensor:
         """The loss of the batch, then those of the microbatches; where this rank knows of none, no numbers."""
+        losses, shares = outcome.losses, outcome.shares
         if not losses:
-            return torch.full((schedule.num_microbatches + 1,), math.nan, dtype=self._dtype, device=self._device)
+            return torch.full((count + 1,), math.nan, dtype=self._dtype, device=self._device)
         if self._stays:
             each = torch.stack([loss.detach().to(self._device, self._dtype).reshape(()) for loss in losses])
-            return torch.cat([schedule.total(each).reshape(1), each])
+            return torch.cat([total(each, shares).reshape(1), each])
         numbers = [float(loss) for loss in losses]
-        return torch.tensor([float(schedule.total(numbers)), *numbers], dtype=self._dtype)
+        return torch.tensor([float(total(numbers, shares)), *numbers], dtype=self._dtype)
 
     def _in_host_memory(self, losses: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if overflow is not None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import Microbatches
+from penstock.batch.batch import Batch, Shares
 from penstock.errors import SplitError
-from penstock.front.weighted import WeightedSchedule
 from penstock.nest import Value
-from penstock.run.inputs import StepInputs
 
 IGNORED = -100  # the label of a place that does not count
 ITEMS = "num_items_in_batch"
@@ -30,24 +29,15 @@ _MEANT: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 _ANYWHERE = (ITEMS, "return_dict", "use_cache", *BOUNDS)  # what a model may be called with whatever the example had
 
 
-class TokenSchedule(WeightedSchedule):
-    """A schedule in which a microbatch counts by the labels in it, not by its rows."""
-
-    part: float = 1.0  # of a larger batch: also a factor of the loss before its backward
-
-    def shares(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
-        counts = [count_labels(one, shifted=False) for one in inputs.kwargs or ()]
-        total = sum(n or 0 for n in counts)
-        given = self.loss_weights is not None and self.loss_weights.given is not None
-        if self.scale_grads and total and None not in counts and not given:
-            return [(n or 0) / total for n in counts]
-        return super().shares(inputs)
-
-    def _scaled(self, shares: Sequence[float | Tensor] | None) -> Sequence[float | Tensor] | None:
-        weights = super()._scaled(shares)
-        if self.part == 1.0:
-            return weights
-        return [self.part * w for w in weights or [1.0] * self.num_microbatches]
+def label_shares(
+    otherwise: Callable[[Batch, Sequence[float]], Shares], batch: Batch, by_rows: Sequence[float]
+) -> Shares:
+    """Weigh a microbatch by its labels, not by its rows; without labels in the arguments as `otherwise` weighs it."""
+    counts = [count_labels(one, shifted=False) for one in batch.kwargs]
+    total = sum(n or 0 for n in counts)
+    if not total or None in counts:
+        return otherwise(batch, by_rows)
+    return [(n or 0) / total for n in counts]
 
 
 def count_labels(batch: Mapping[str, Value], *, shifted: bool) -> int | None:

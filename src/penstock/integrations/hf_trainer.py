@@ -222,7 +222,7 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
             divided = self.model_accepts_loss_kwargs and items is not None
             scaled = divided or self.compute_loss_func is not None
         self.pipe.train()
-        result = self.pipe.step(**batch, part=part if scaled else 1 / self.current_gradient_accumulation_steps)
+        result = self.pipe.step(**batch, loss_factor=part if scaled else 1 / self.current_gradient_accumulation_steps)
         assert result.loss is not None
         return torch.tensor(result.loss * part if scaled else result.loss, device=self.args.device)
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.batch import Replicate
+from penstock.batch.policy import RowPolicy
 from penstock.errors import CaptureError, RunError
 from penstock.front import Pipeline, Result
 from penstock.front.publish import Origin
 from penstock.integrations import hf_batches, hf_model
 from penstock.integrations.adapters import base_of, is_adapted, puts_prompt_first, refuse_adapter, save_adapter
-from penstock.integrations.hf_batches import ITEMS, TokenSchedule
+from penstock.integrations.hf_batches import ITEMS
 from penstock.integrations.hf_model import Source, on_meta
 from penstock.integrations.needs import needed
 from penstock.nest import Value, map_tensors
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineTrainer", "TransformersPipeline", "pipeline"]
 Made = TypeVar("Made")
-_OPTIONS = ("target", "outputs", "loss_kwargs")  # of steps, which stand among the arguments of the model
+_OPTIONS = ("target", "outputs", "loss_kwargs", "loss_factor")  # of steps, which stand among the arguments of the model
 
 
 def pipeline(
@@ -91,7 +92,6 @@ class TransformersPipeline(Pipeline):
         needed("transformers", "hf")
         refuse_adapter(model)
         self.own_loss = loss_fn is None
-        self._part = 1.0
         self.shell = on_meta(model)
         self._shifts = shifts_labels(model)
         packed = example.get("position_ids") is not None
@@ -111,16 +111,12 @@ class TransformersPipeline(Pipeline):
 
     # -- steps
 
-    def step(self, *args: Value, part: float = 1.0, **batch: Value) -> Result:
+    def step(self, *args: Value, **batch: Value) -> Result:
         """One training step; `batch` as the model would be called with, and the options of `Pipeline.step`.
 
-            loss = pipe.step(input_ids=ids, labels=labels).loss
-
-        `part` says how much the mean of this batch counts, if several are accumulated. The loss that is reported is the mean.
+        loss = pipe.step(input_ids=ids, labels=labels).loss
         """
-        call = self._apart(self._call(batch))
-        self._part = part
-        return super().step(*args, **call)
+        return super().step(*args, **self._apart(self._call(batch)))
 
     def evaluate(self, *args: Value, **batch: Value) -> Result:
         """The loss of a batch, without gradients and in evaluation mode; with the options of `Pipeline.evaluate`.
@@ -183,18 +179,17 @@ class TransformersPipeline(Pipeline):
             return call
         return hf_batches.texts_apart(call, self.schedule.num_microbatches, shifted=self._shifts or not self.own_loss)
 
-    def _of_step(self, few: int | None) -> TokenSchedule:
-        schedule = super()._of_step(few)
-        assert isinstance(schedule, TokenSchedule)
-        schedule.part = self._part
-        return schedule
-
-    def _make_schedule(self, plan: Plan) -> TokenSchedule:
-        given, info = dict(self._options), self._built.info
-        reads = info is not None and any(wire.name == ITEMS for wires in info.stage_inputs for wire in wires)
-        if ITEMS in self._example and reads:
-            given["scale_grads"] = False  # the model divides by the number of labels in the batch
-        return TokenSchedule.from_plan(plan, self._built.stages, **given)
+    def _make_policy(self) -> RowPolicy:
+        policy, info = super()._make_policy(), self._built.info
+        if (
+            ITEMS in self._example
+            and info is not None
+            and ITEMS in {one.name for wires in info.stage_inputs for one in wires}
+        ):
+            return replace(policy, mean=False)  # the model divides by the number of labels in the batch
+        if policy.weight_of is None or self._of_steps.loss_weight is not None:
+            return policy
+        return replace(policy, weight_of=partial(hf_batches.label_shares, policy.weight_of))
 
     def _enter_shell(self) -> None:
         """The shell holds this rank's parameters; the others stay on the meta device, and are not trained from here."""

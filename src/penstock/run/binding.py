@@ -14,6 +14,7 @@ from penstock.plan.collecting import no_collecting
 from penstock.run.handlers import HANDLERS
 from penstock.run.program import Program
 from penstock.run.setting import Binding, Setting
+from penstock.run.ties import Ties
 from penstock.stage.pipeline_stage import PipelineStage, compile_once
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
@@ -39,15 +40,18 @@ def runs_with_blocking_sends(plan: Plan) -> bool:
 class Programs(dict[int, Program]):
     """By mode, the program of this rank.
 
-    programs = Programs(plan, stages, transport, Binding())
+    programs = Programs(plan, stages, transport, Binding(), ties)
     programs[TRAIN]                    # lowered, proved and bound by now
     """
 
     program = Program
 
-    def __init__(self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding) -> None:
+    def __init__(
+        self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding, ties: Ties
+    ) -> None:
         super().__init__()
         self.plan, self.stages, self.transport, self.binding = plan, stages, transport, binding
+        self.ties = ties  # parameters that several stages share
         self.compile_ahead = False  # whether some rank has a compiled stage
         for stage in stages:
             compile_once(stage, unwrap(stage.submod))

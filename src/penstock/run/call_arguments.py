@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from penstock.batch import Microbatches
+from penstock.batch.batch import NO_BATCH, Batch
 from penstock.comm.messages import kind_of
-from penstock.errors import ShapeError
+from penstock.errors import ShapeError, StageError
 from penstock.nest import Value
 from penstock.parallel import unwrap
 from penstock.run.boxes import Inbox
-from penstock.run.inputs import StepInputs
 from penstock.stage.boundary import flatten, unflatten
 from penstock.stage.pipeline_stage import PipelineStage, Routes, accepted_keywords
 
@@ -28,24 +29,24 @@ class CallArguments:
         self.bound: Sequence[Sequence[Value]] | None = None  # of a captured stage, for each microbatch of a step
         self.taken = [] if stage.routes is None else [(box, _moves(stage.routes, box)) for box in boxes]
         self.box = boxes[0] if boxes else None
-        self.inputs = StepInputs()
+        self.inputs = NO_BATCH
         self.copies = False  # whether the module changes its inputs in place, and is given copies
         self.kind = stage.device.type
         self.eager = True  # whether it is called as it is, not compiled
 
-    def begin(self, inputs: StepInputs) -> None:
+    def begin(self, inputs: Batch) -> None:
         self.inputs, self.bound = inputs, None
 
     def of(self, microbatch: int) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """The arguments of a microbatch, as soon as they are there."""
-        inputs, feed = self.inputs, self.inputs.feed
+        inputs, copies = self.inputs, self.inputs.copies
         if self.routes is None:
             kwargs: Value = inputs.kwargs and (
-                inputs.kwargs[microbatch] if feed is None else feed.of(inputs.kwargs, microbatch)
+                inputs.kwargs[microbatch] if copies is None else copies.of(inputs.kwargs, microbatch)
             )
             if self.box is None:
                 given: Value = inputs.args
-                args = given[microbatch] if feed is None else feed.of(given, microbatch)
+                args = given[microbatch] if copies is None else copies.of(given, microbatch)
             else:
                 value = self.lent(self.box.ready(microbatch))
                 args = (value,) if type(value) is Tensor else positional(value)
@@ -54,7 +55,7 @@ class CallArguments:
             return args, kwargs or {}
         if self.bound is None:
             self.bound = self.routes.bind(inputs.args, inputs.kwargs, self.num_microbatches)
-        row = list(self.bound[microbatch] if feed is None else feed.of(self.bound, microbatch))
+        row = list(self.bound[microbatch] if copies is None else copies.of(self.bound, microbatch))
         for inbox, places in self.taken:
             value = self.lent(inbox.ready(microbatch))
             for position, place in places:
@@ -108,3 +109,24 @@ def check_given(stage: PipelineStage, value: object, *, microbatch: int, name: s
 def tensors_given(value: object) -> list[Tensor]:
     """The tensors of what stands for all arguments or all outputs of a stage; one of them may stand there by itself."""
     return flatten(tuple(value) if isinstance(value, tuple | list) else (value,))[0]
+
+
+def shapes_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+    """Return a key that distinguishes shapes of the input."""
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        return args[0].shape, args[0].dtype, args[0].requires_grad
+    tensors, spec = flatten(_plain((args, dict(kwargs))))
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors), spec
+
+
+def _plain(value: Value) -> object:
+    """What cannot cross a boundary may still be an argument (a mask object, a cache): its type stands for it."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple) or isinstance(value, Microbatches):
+        return [_plain(item) for item in value]
+    try:
+        flatten(value)
+    except StageError:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return value

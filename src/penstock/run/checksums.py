@@ -33,18 +33,12 @@ _FACTOR = -7046029254386353131  # odd, and its multiples look random: 2^64 divid
 
 
 class Comparison:
-    """Says in which steps a rank computes checksums. All ranks count the same steps.
+    """Says in which steps a rank computes checksums. All ranks count the same steps."""
 
-    `everything=False`: keyword arguments are each rank's own, as they are for stages made by hand.
-    """
-
-    def __init__(self, *, everything: bool) -> None:
-        self._everything = everything
+    def __init__(self) -> None:
         self._done = {True: 0, False: 0}  # training steps, and others
 
-    def checksums(
-        self, args: Value, kwargs: Mapping[str, Value], target: Value, *, step: int, train: bool
-    ) -> Checksums:
+    def checksums(self, given: Mapping[str, Value], *, step: int, train: bool) -> Checksums:
         """The checksums for the step of this number; none if it is not to be compared.
 
         Tensors on a device are read in the first step only: in later ones the host would have to wait for it.
@@ -53,10 +47,7 @@ class Comparison:
         self._done[train] += 1
         if done >= _FIRST and step % _PERIOD:
             return {}
-        given: dict[str, Value] = {f"args[{place}]": value for place, value in enumerate(args)}
-        if self._everything:
-            given |= kwargs
-        return checksums_of({**given, "target": target}, on_host=done > 0)
+        return checksums_of(given, on_host=done > 0)
 
 
 def checksums_of(given: Mapping[str, Value], *, on_host: bool = False) -> Checksums:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from penstock.batch.batch import Batch, Weights
 from penstock.errors import ShapeError, StageError
 from penstock.nest import Value, map_tensors
-from penstock.run.inputs import StepInputs
 
 
 class OwnLoss:
@@ -32,21 +32,30 @@ class LastStage:
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
         self.copies = False  # whether losses are kept as copies, in memory of their own size
         self.outputs: list[Value] = [None] * num_microbatches
+        self.shares: Weights | None = None  # of the losses in that of the batch; None: they add up
+        self.weights: Weights | None = None  # factors of the losses before their backward; None: all are 1
+        self.open = False  # whether the first output is needed to know the shares
+        self.uneven = False
 
-    def finish(self, microbatch: int, output: object, inputs: StepInputs) -> None:
+    def begin(self, batch: Batch, *, uneven: bool) -> None:
+        self.uneven, self.open = uneven, callable(batch.shares)
+        if not callable(batch.shares):
+            self.shares, self.weights = batch.shares, batch.weights(batch.shares)
+
+    def finish(self, microbatch: int, output: object, inputs: Batch) -> None:
         """After a forward: compute the loss, keep the output if it is asked for."""
         if inputs.loss_fn is not None and inputs.targets is not None:
-            feed, targets = inputs.feed, inputs.targets
-            target = targets[microbatch] if feed is None else feed.of(targets, microbatch)
-            if inputs.uneven:
+            copies, targets = inputs.copies, inputs.targets
+            target = targets[microbatch] if copies is None else copies.of(targets, microbatch)
+            if self.uneven:
                 refuse_broadcast(output, target)
             loss = inputs.loss_fn(output, target, **inputs.loss_kwargs)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
                 raise StageError(f"loss_fn returned {what}; expected a tensor with one number")
-            if inputs.look is not None:
-                look, inputs.look = inputs.look, None
-                look(output, target)
+            if self.open and callable(inputs.shares):
+                self.open, self.shares = False, inputs.shares(output, target)
+                self.weights = inputs.weights(self.shares)
             if self.grad and self.losses[microbatch] is None:  # else it is run again for the graph of the first run
                 if not self.board:  # the first of a step tells for all
                     # Some of torch's losses leave their one number in the memory of all rows.
@@ -67,25 +76,26 @@ class LastStage:
         place = self.reported[microbatch] = self.board[microbatch]
         place.copy_(loss.reshape(()) if loss.shape else loss)
 
-    def seed(self, microbatch: int, weights: Sequence[float | Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    def seed(self, microbatch: int) -> tuple[Tensor, Tensor] | None:
         """What the backward starts from: the loss, and its weight in the batch; None: nothing is to be differentiated."""
         loss, self.losses[microbatch] = self.losses[microbatch], None
         if loss is None or not loss.requires_grad:
             return None
-        weight = 1.0 if weights is None else weights[microbatch]
+        weight = 1.0 if self.weights is None else self.weights[microbatch]
         if isinstance(weight, Tensor):  # a number on a device, which is not read
             return loss, weight.to(loss.dtype).expand_as(loss)
         return loss, torch.full_like(loss, weight)
 
-    def results(self, inputs: StepInputs) -> tuple[list[Tensor], list[Value]]:
-        """The losses of the step, and its outputs if they were asked for; by microbatch."""
+    def results(self, inputs: Batch) -> tuple[list[Tensor], list[Value], Weights | None]:
+        """Return losses and outputs of the step by microbatch, and the shares of the losses."""
         losses = [loss for loss in self.reported if loss is not None]
-        return losses, list(self.outputs) if inputs.keep_outputs else []
+        return losses, list(self.outputs) if inputs.keep_outputs else [], self.shares
 
     def clear(self) -> None:
         for held in (self.losses, self.reported, self.outputs):
             held[:] = [None] * len(held)
         self.board = ()
+        self.shares = self.weights = None
 
 
 def refuse_broadcast(output: object, target: object) -> None:

@@ -1,10 +1,9 @@
-"""Around steps: how the ranks of a schedule talk, what they compare before the first one, what begins and ends with each."""
+"""Before steps: how the ranks of a schedule talk, and what they compare before the first one."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from penstock.comm.local import LocalWorld
 from penstock.comm.messages import kind_of
 from penstock.comm.transport import Transport
 from penstock.errors import RanksDisagree
-from penstock.parallel import DataParallel, unwrap
+from penstock.parallel import unwrap
 from penstock.plan import Plan, dumps
 from penstock.plan.actions import text
 from penstock.run.call_arguments import tensors_given
@@ -122,20 +121,3 @@ def check_boundaries(everyone: Iterable[Iterable[Boundary]]) -> None:
                 f"output_args of stage {stage - 1} say ({', '.join(given)}), input_args of stage {stage} say "
                 f"({', '.join(expected)}). Cut both stages from the same model, and give the shapes of one microbatch"
             )
-
-
-@contextmanager
-def tended(adapters: Iterable[DataParallel], ties: Ties | None) -> Iterator[None]:
-    """Around a step: however it ends, data parallelism goes on as before, and `.grad` of a failed step is what it was."""
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if failed and ties is not None:
-            ties.restore()
-        for adapter in adapters:
-            with suppress(RuntimeError) if failed else nullcontext():  # what the step raised says more
-                adapter.end(failed=failed)
-    if ties is not None:
-        ties.finish()

@@ -18,6 +18,7 @@ from itertools import product
 
 import torch
 
+from penstock.batch.batch import UNKNOWN
 from penstock.comm.framing import LONGEST
 from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
@@ -27,35 +28,6 @@ from penstock.plan import Placement
 from penstock.run.checksums import MOST, Known, from_numbers, to_numbers
 
 FAILED = -1  # in place of a signature: the first stage's rank failed before it knew one
-UNKNOWN = (
-    -1
-)  # in place of a number of rows: nothing was given, or no rule says where they are; of a length: no reason is known
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How many rows of the model's arguments, and of the target, a rank was given."""
-
-    arguments: int = UNKNOWN
-    target: int = UNKNOWN
-
-    @property
-    def uneven(self) -> bool:
-        """Whether input and target are known to have different numbers of rows, as some models want it."""
-        return UNKNOWN not in (self.arguments, self.target) and self.arguments != self.target
-
-    def differs_from(self, first: Rows) -> str:
-        """What is wrong, if this rank's rows do not fit those of the first stage's rank; "" if they may."""
-        for name, mine, theirs in (
-            ("the input", self.arguments, first.arguments),
-            ("the target", self.target, first.target),
-        ):
-            if UNKNOWN not in (mine, theirs) and mine != theirs:
-                return f"{mine} rows of {name} here, {theirs} there"
-        rows, targets = first.arguments, self.target
-        if UNKNOWN not in (rows, targets) and (not rows or not targets or (targets % rows and rows % targets)):
-            return f"{targets} rows of the target here, {rows} rows of the input there"
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.batch.batch import Batch
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
@@ -16,7 +17,6 @@ from penstock.plan.actions import peer_of
 from penstock.run.ahead import DressRehearsal
 from penstock.run.boxes import Inbox, Layouts, Outbox
 from penstock.run.channel import Channel
-from penstock.run.inputs import StepInputs
 from penstock.run.layout import settle
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
@@ -128,10 +128,13 @@ class Program:
 
     # -- around a step
 
-    def begin(self, inputs: StepInputs) -> None:
-        """The first thing in a step that all ranks are about to run; what goes wrong here fails the step everywhere."""
+    def begin(self, batch: Batch, number: int, *, uneven: bool) -> None:
+        """The first thing in a step that all ranks are about to run; what goes wrong here fails the step everywhere.
+
+        `number`: training steps done before; `uneven`: input and target have different numbers of rows.
+        """
         for run in self.runs.values():
-            run.begin(inputs)
+            run.begin(batch, number, uneven=uneven)
         if self.ahead.due:
             self.ahead.run()
 
@@ -222,7 +225,7 @@ class ActionContext:
         return self._program.stages[index]
 
     @property
-    def inputs(self) -> StepInputs:
+    def inputs(self) -> Batch:
         """The microbatches of this step: `args`, `kwargs`, `targets`."""
         return next(iter(self._program.runs.values())).inputs
 

@@ -47,7 +47,6 @@ class MicrobatchRng:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
-        self.step = 0  # set by the schedule before each step
 
-    def at(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        return microbatch_rng(seed=self.seed, stage=stage, microbatch=microbatch, step=self.step, device=self.device)
+    def at(self, stage: int, microbatch: int, step: int) -> AbstractContextManager[None]:
+        return microbatch_rng(seed=self.seed, stage=stage, microbatch=microbatch, step=step, device=self.device)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import astuple, replace
 from functools import partial
 from threading import get_ident
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from penstock.batch.batch import Batch, Rows, Weights
 from penstock.comm.transport import Transport
 from penstock.errors import (
     DeviceFailed,
@@ -25,29 +26,20 @@ from penstock.health.failure import FailureRecord
 from penstock.nest import Value
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
-from penstock.run.checksums import Checksums, difference, joined
+from penstock.run.checksums import Checksums, Comparison, difference, joined
 from penstock.run.draining import drain, explained, meet_replicas
-from penstock.run.inputs import StepInputs
 from penstock.run.lookout import Position
 from penstock.run.memory_watch import MemoryWatch
-from penstock.run.preamble import FAILED, Preamble, Preambles, Rows, verdict
+from penstock.run.preamble import FAILED, Preamble, Preambles, verdict
 from penstock.run.program import Program, parts_of
 from penstock.run.record import Recording
 from penstock.run.setting import Call
+from penstock.run.ties import Ties
 from penstock.stage.held import is_out_of_memory
 from penstock.stage.intercept import intercepted
 
-
-@dataclass
-class Prepared:
-    """What this rank brings to a step."""
-
-    inputs: StepInputs = field(default_factory=StepInputs)
-    key: Hashable = None  # tells one shape of input from another, on the rank of the first stage
-    rows: Rows = field(default_factory=Rows)
-    error: BaseException | None = None  # what was given here is wrong; the other ranks must hear of it
-    checksums: Checksums = field(default_factory=dict)  # of what was given here, in a step in which ranks compare it
-
+if TYPE_CHECKING:
+    from penstock.run.binding import Programs
 
 Watcher: TypeAlias = Recording | MemoryWatch
 Watch = TypeVar("Watch", bound=Watcher)
@@ -59,19 +51,27 @@ class _Heard(Exception):
     """Another rank has failed: stop computing."""
 
 
-@dataclass
-class Outcome:
-    """What a step leaves on this rank."""
+class Outcome(NamedTuple):
+    """Results of a step, on the rank of the last stage; empty on others."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # by microbatch, on the rank of the last stage
-    outputs: list[Value] = field(default_factory=list)  # likewise, if they were asked for
+    losses: list[torch.Tensor] = []  # noqa: RUF012  by microbatch; never changed
+    outputs: list[Value] = []  # noqa: RUF012  likewise, if they are kept
+    shares: Weights | None = None  # of the losses in that of the batch; None: they add up
 
 
 class Runner:
     """Runs programs, one for each mode, over one transport."""
 
-    def __init__(self, transport: Transport, preambles: Preambles, *, dynamic: bool, watches: list[Watcher]) -> None:
-        self.transport, self.preambles = transport, preambles
+    def __init__(
+        self,
+        transport: Transport,
+        preambles: Preambles,
+        *,
+        dynamic: bool,
+        watches: list[Watcher],
+        comparison: Comparison | None,
+    ) -> None:
+        self.transport, self.preambles, self.comparison = transport, preambles, comparison
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
         # By mode: a number for each shape of input, last used last.
         self.signatures: dict[int, dict[Hashable, int]] = {}
@@ -81,31 +81,42 @@ class Runner:
         self._fine = False  # whether the current step went well, as all ranks found
         self._record: FailureRecord | None = None  # of this step: what was reported here, or stood before that
 
-    def step(self, programs: Mapping[int, Program], mode: int, prepared: Prepared) -> Outcome:
-        """One step in the given mode: tell the other ranks, run, conclude."""
+    def step(self, programs: Programs, mode: int, batch: Batch, number: int) -> Outcome:
+        """One step: it succeeds on all ranks, or raises on all ranks and leaves nothing in flight.
+
+        `number`: training steps done before.
+        """
+        mine = programs[mode]
+        with self._parallelism(mine, programs.ties if batch.train else None) as problem, self._epoch(mine):
+            given = batch.error or problem
+            preamble, error = self.tell(mine, mode, batch, given)
+            program = programs[preamble.mode]
+            certain = given is not None or (error is not None and not preamble.failed)
+            if preamble.failed:
+                meet_replicas(mine, mine.actions)
+            else:
+                program.open(preamble.signature, cold=bool(preamble.cold))
+                if error is None:
+                    error = self.run(program, batch, number, uneven=_uneven(batch.rows, preamble))
+                else:
+                    drain(program, 0)
+            return self.conclude(program, error, preamble, certain=certain)
+
+    @contextmanager
+    def _epoch(self, program: Program) -> Iterator[None]:
+        """Begin and end a step for the transport, and for those who look where this rank is."""
         self._fine, self._record = False, None
         self.transport.begin_step()
         position = self.transport.position = self.position
         position.step, position.at, position.thread = self.transport.epoch, -1, get_ident()
-        position.program = programs[mode]
+        position.program = program
         try:
-            preamble, error = self.tell(programs[mode], mode, prepared)
-            program = programs[preamble.mode]
-            certain = prepared.error is not None or (error is not None and not preamble.failed)
-            if preamble.failed:
-                meet_replicas(programs[mode], programs[mode].actions)
-            else:
-                program.open(preamble.signature, cold=bool(preamble.cold))
-                if error is None:
-                    error = self.run(program, prepared.inputs)
-                else:
-                    drain(program, 0)
-            return self.conclude(program, error, preamble, certain=certain)
+            yield
         finally:
             position.program = self.transport.awaited = None
-            self._release_replicas(programs[mode])  # before connections are ended, for which a device may take its time
+            self._release_replicas(program)  # before connections are ended, for which a device may take its time
             self.transport.end_step(fine=self._fine)
-            self._release_replicas(programs[mode])
+            self._release_replicas(program)
 
     def _release_replicas(self, program: Program) -> None:
         """Where this pipeline cannot be used until the job is started again, replicas need not wait for it."""
@@ -113,26 +124,56 @@ class Runner:
             for adapter in program.setting.adapters.values():
                 adapter.give_up(self.transport.unusable)
 
+    @contextmanager
+    def _parallelism(self, program: Program, ties: Ties | None) -> Iterator[BaseException | None]:
+        """Begin and end a step for replicas and tied parameters; an error of the beginning is the step's.
+
+        However the step ends, data parallelism goes on as before, and `.grad` of tied parameters of a failed step is restored.
+        """
+        adapters, problem, failed = program.setting.adapters.values(), None, True
+        try:
+            try:
+                for adapter in adapters:
+                    adapter.begin()  # first: replicas that have begun are met, and told, if something is wrong here
+                if ties is not None:
+                    ties.begin()
+            except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+                problem = error
+            yield problem
+            failed = False
+        finally:
+            if failed and ties is not None:
+                ties.restore()
+            for adapter in adapters:
+                with suppress(RuntimeError) if failed else nullcontext():  # what the step raised says more
+                    adapter.end(failed=failed)
+        if ties is not None:
+            ties.finish()
+
     # -- before
 
-    def tell(self, program: Program, mode: int, prepared: Prepared) -> tuple[Preamble, BaseException | None]:
-        """Tell or hear what is about to run."""
-        error = prepared.error
+    def tell(
+        self, program: Program, mode: int, batch: Batch, given: BaseException | None
+    ) -> tuple[Preamble, BaseException | None]:
+        """Tell or hear what is about to run. `given`: what is wrong on this rank already."""
+        error = given
+        checksums: Checksums = {}
+        if self.comparison is not None and self.transport.num_ranks > 1:
+            checksums = self.comparison.checksums(batch.given, step=self.transport.epoch, train=batch.train)
         if error is not None:
             self.report(None, error)
         size = program.plan.num_microbatches
         if self.preambles.parent is None:
-            numbers = (*self.signature(program, mode, prepared), size, *astuple(prepared.rows))
-            preamble = Preamble(self.transport.epoch, mode, *numbers)
-            return preamble, self.preambles.tell(preamble, joined({}, prepared.checksums, self.transport.rank), error)
+            signature = (FAILED, 1) if error is not None else self.signature(program, mode, batch)
+            preamble = Preamble(self.transport.epoch, mode, *signature, size, *astuple(batch.rows))
+            return preamble, self.preambles.tell(preamble, joined({}, checksums, self.transport.rank), error)
         heard, known, problem = self.preambles.hear()
         preamble = heard or Preamble(self.transport.epoch, mode, FAILED, 1, size)
-        further = joined(known, prepared.checksums, self.transport.rank)
+        further = joined(known, checksums, self.transport.rank)
         error = self.preambles.tell(preamble, further, error or problem)
         mine = replace(preamble, epoch=self.transport.epoch, mode=mode, num_microbatches=size)
-        rows = prepared.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
-        prepared.inputs.uneven |= Rows(preamble.rows, prepared.rows.target).uneven
-        unlike = difference(known, prepared.checksums, self.transport.rank)
+        rows = batch.rows.differs_from(Rows(preamble.rows, preamble.target_rows))
+        unlike = difference(known, checksums, self.transport.rank)
         if (mine != preamble or rows or unlike) and error is None and not preamble.failed:
             what = rows or f"this rank is about to run {mine}, rank {self.preambles.parent} {preamble}"
             if mine == preamble and not rows:
@@ -143,12 +184,11 @@ class Runner:
             self.report(None, error)
         return preamble, error
 
-    def signature(self, program: Program, mode: int, prepared: Prepared) -> tuple[int, int]:
+    def signature(self, program: Program, mode: int, batch: Batch) -> tuple[int, int]:
         """The number of this shape of input under these casts, and whether it is new."""
         kind = self.transport.device.type
-        key = (prepared.key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        if prepared.error is not None:
-            return FAILED, 1
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (batch.shape_key, program.frozen(), cast)
         known = self.signatures.setdefault(mode, {})
         number = known.pop(key, None)
         if number is None:
@@ -161,7 +201,7 @@ class Runner:
 
     # -- during
 
-    def run(self, program: Program, inputs: StepInputs) -> BaseException | None:
+    def run(self, program: Program, batch: Batch, number: int, *, uneven: bool) -> BaseException | None:
         """Work through the calls. What goes wrong comes back, when all messages of the step are out of the way."""
         position = self.position
         position.program = program
@@ -176,7 +216,7 @@ class Runner:
             calls = program.each(_in_range, calls)
         try:
             with torch.set_grad_enabled(grad), intercepted() if program.splits else nullcontext():
-                program.begin(inputs)
+                program.begin(batch, number, uneven=uneven)
                 for position.at, call in enumerate(calls):
                     call()
                     if transport.failed is not None:
@@ -260,6 +300,11 @@ class Runner:
         if found.record is not None and found.record.rank != self.transport.rank:
             raise found.record.error() from error  # what went wrong here may have come of the dummies that others sent
         raise error or found.unreachable or RunError("another rank has given the step up, and nobody knows why")
+
+
+def _uneven(rows: Rows, preamble: Preamble) -> bool:
+    """Return True if input and target have different numbers of rows, here or as the first stage's rank says."""
+    return rows.uneven or Rows(preamble.rows, rows.target).uneven
 
 
 def _in_turn(transport: Transport, action: str, call: Call) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from typing import ClassVar, Literal, Self
@@ -11,7 +12,8 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from penstock.batch import merge_chunks, split_batch, split_target
+from penstock.batch.batch import Args, Batch, Kwargs, Rows, precise_on
+from penstock.batch.policy import RowPolicy, StepPolicy
 from penstock.checks import check_types
 from penstock.comm.transport import Transport
 from penstock.errors import OutOfMemory, PlanError, RunError, SplitError, StageError
@@ -20,16 +22,18 @@ from penstock.nest import Value
 from penstock.plan import Op, Overlap, Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Programs
-from penstock.run.inputs import Given, Specs, StepInputs, shapes_of, shares
+from penstock.run.call_arguments import shapes_of
+from penstock.run.checksums import Comparison
+from penstock.run.feed import Feed
 from penstock.run.last_stage import OwnLoss
-from penstock.run.meeting import facts_of, meet, tended, transport_of
+from penstock.run.meeting import facts_of, meet, transport_of
 from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, agreed_plan, check_flags, check_sparing, placed, plan_of_recipe
 from penstock.run.preamble import Preambles
-from penstock.run.program import ActionContext, CustomFunction, Program
+from penstock.run.program import ActionContext, CustomFunction
 from penstock.run.record import Recording
 from penstock.run.rng import MicrobatchRng
-from penstock.run.runner import Outcome, Prepared, Runner, Watch, Watcher
+from penstock.run.runner import Outcome, Runner, Watch, Watcher
 from penstock.run.setting import ActionKind, Binding
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
@@ -50,6 +54,7 @@ class Schedule:
     `scale_grads`        True: each microbatch's loss counts by its share of the batch (1/n when it divides evenly), so a
                          loss that is a mean gives the gradient of the whole batch's mean. False: as it is (sums).
     `args_chunk_spec`, `kwargs_chunk_spec`, `target_chunk_spec`, `output_merge_spec`  see `penstock.batch`.
+    `policy`             a `StepPolicy` in place of the five options before this one.
     `rng`                "per-microbatch": random numbers keyed by `seed`, stage, microbatch and step.
     `dynamic`            True: shapes may change from step to step for reasons other than the input's shape.
     `recompute`          stages whose forward is run again before the backward instead of being held: True for all, a list of
@@ -83,7 +88,14 @@ class Schedule:
         offload: Sparing = False,
         offload_to: Place = None,
         ties: Iterable[Tied | Holders] = (),
+        policy: StepPolicy | None = None,
+        transport: Transport | None = None,
+        copies_batch: bool = False,
+        comparison: Comparison | None = None,
+        scope: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """`copies_batch`: tensors of a batch in host memory are copied to the device of the stages, microbatch by microbatch.
+        `comparison`: ranks compare their arguments in some steps. `scope`: entered for each step."""
         check_types("Schedule", StageError, n_microbatches=(n_microbatches, int), seed=(seed, int))
         check_types("Schedule", StageError, loss_fn=(loss_fn, Callable | None))
         try:
@@ -100,8 +112,11 @@ class Schedule:
         own_loss = OwnLoss(routes.loss_of) if routes is not None and routes.has_loss else None
         self.loss_fn = loss_fn or own_loss  # a captured model that returns its own loss needs no loss_fn
         self.scale_grads = scale_grads
+        self.policy: StepPolicy = policy or RowPolicy(
+            args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec, mean=scale_grads
+        )
         self.steps = 0  # training steps done: a part of the key of random numbers
-        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, output_merge_spec)
+        self._copies_batch, self._comparison, self._scope = copies_batch, comparison, scope
         self._given_plan = plan
         check_sparing(recompute, offload, offload_to)
         self._holds_less = (recompute, offload)
@@ -113,6 +128,8 @@ class Schedule:
         self._dynamic = dynamic
         check_flags(self, "scale_grads", "_dynamic")
         self._tied = holders_of(ties)
+        if transport is not None:
+            self._transport = transport
         self._runner: Runner | None = None
         self._watches: list[Watcher] = []  # they go on when the plan changes
 
@@ -190,7 +207,7 @@ class Schedule:
             for name in ("plan", "_programs", "_ties"):
                 vars(self).pop(name, None)
             try:
-                self._programs[self._mode(train=self._trains)]  # lowered, proved and bound by now
+                self._programs[self._mode(train=self.trains)]  # lowered, proved and bound by now
             except BaseException:
                 vars(self).clear()
                 vars(self).update(before)
@@ -228,9 +245,11 @@ class Schedule:
 
         Without a `loss_fn` there is nothing to differentiate, and the step is an evaluation.
         """
-        given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
-        self._check_target(target)
-        return self._merge(self._run(given, train=self._trains), given, losses)
+        batch = self.prepare(args, kwargs, target, loss_kwargs=loss_kwargs, keep_outputs=return_outputs)
+        outcome = self.run(batch)
+        if losses is not None and self._has_last:
+            losses[:] = outcome.losses
+        return self.merge(outcome, batch)
 
     def eval(
         self,
@@ -242,99 +261,146 @@ class Schedule:
         **kwargs: Value,
     ) -> Value:
         """The same forward only, without gradients; any batch size. Modules stay in the mode that they are in."""
-        given = Given(args, kwargs, target, loss_kwargs or {}, return_outputs)
-        return self._merge(self._run(given, train=False), given, losses)
-
-    def _check_target(self, target: object) -> None:
-        """A target that nobody would look at: whoever gives one expects gradients. May be overridden."""
-        if target is not None and self.loss_fn is None:
-            raise RunError(
-                "step() with a target and without a loss: nothing would be differentiated. Give the schedule a "
-                "loss_fn=function, or call eval() for the outputs alone"
-            )
+        batch = self.prepare(args, kwargs, target, train=False, loss_kwargs=loss_kwargs, keep_outputs=return_outputs)
+        outcome = self.run(batch)
+        if losses is not None and self._has_last:
+            losses[:] = outcome.losses
+        return self.merge(outcome, batch)
 
     @property
-    def _trains(self) -> bool:
-        """Whether `step` differentiates."""
+    def trains(self) -> bool:
+        """True if `step` differentiates."""
         return self.loss_fn is not None
+
+    def prepare(
+        self,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+        target: Value = None,
+        *,
+        train: bool = True,
+        loss_kwargs: Kwargs | None = None,
+        keep_outputs: bool = True,
+        loss_factor: float = 1.0,
+    ) -> Batch:
+        """Split a batch into microbatches, without a message. If that fails, `run` raises the error on all ranks.
+
+            batch = schedule.prepare((x,), target=y)
+            output = schedule.merge(schedule.run(batch), batch)
+
+        `loss_factor` multiplies the losses before their backward, and not the losses that are reported: 1/4 in each of four
+        steps that are accumulated.
+        """
+        count, batch = self.num_microbatches, Batch(self.num_microbatches, train=train and self.trains)
+        try:
+            if train and target is not None and self.loss_fn is None:
+                raise RunError(
+                    "step() with a target and without a loss: nothing would be differentiated. Give the schedule a "
+                    "loss_fn=function, or call eval() for the outputs alone"
+                )
+            batch = Batch(
+                count,
+                train=batch.train and self.plan.has_backward,
+                keep_outputs=keep_outputs and self._has_last,
+                loss_fn=self.loss_fn,
+                loss_kwargs=loss_kwargs or {},
+            )
+            if batch.train and self._needs_autograd and not torch.is_grad_enabled():
+                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
+            return self._filled(batch, args, kwargs or {}, target, loss_factor)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
+            return replace(batch, error=error)
+
+    def _filled(self, batch: Batch, args: Args, kwargs: Kwargs, target: Value, loss_factor: float) -> Batch:
+        """The batch with its microbatches, and with the weights of their losses."""
+        policy, first, device = self.policy, self._has_first, self.stages[0].device
+        scale: float | Tensor = 1.0
+        if batch.train:
+            scale = policy.scale(device)
+        if isinstance(scale, Tensor):  # the weight of a loss is rounded once, to the dtype of the loss
+            scale = scale.to(precise_on(device))
+        if loss_factor != 1.0:
+            scale = scale * loss_factor
+        if first and not args and not kwargs:
+            raise RunError(
+                "rank of the first stage: step() without arguments; expected the model's input, step(x, ...)"
+            )
+        rows = self._rows(batch, args, kwargs, target)
+        computes, own = self._has_last and batch.loss_fn is not None, isinstance(batch.loss_fn, OwnLoss)
+        if computes and batch.train and target is None and not own:
+            raise RunError("rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)")
+        named = self._named(args, kwargs, target)
+        if own or not computes:
+            target = None  # not read here
+        split = policy.split(batch, args, kwargs, target)
+        if batch.loss_fn is not None and (differs := rows.differs_from(rows)):
+            raise SplitError(f"{differs}. Give a target for the rows of the input, or target_chunk_spec")
+        targets = split.targets
+        if computes and own:
+            targets = [None] * batch.count
+        if split.row_order is not None:  # the sizes of the groups are a part of the shapes
+            args, kwargs = (split.args, split.kwargs), {}
+        batch = replace(
+            batch,
+            args=split.args,
+            kwargs=split.kwargs,
+            targets=targets,
+            scale=scale,
+            row_order=split.row_order,
+            rows=rows,
+            shape_key=first and shapes_of(args, kwargs),
+            copies=self._copies(),
+            given=named,
+        )
+        return replace(batch, shares=policy.weigh(batch)) if computes else batch
+
+    def _rows(self, batch: Batch, args: Args, kwargs: Kwargs, target: Value) -> Rows:
+        """Rows to compare: one microbatch is handed on whole, whatever its rows are, and a target is read at the ends alone."""
+        if not self._has_first or batch.count == 1:
+            kwargs = {}
+        if not self._has_first and not self._has_last:
+            target = None
+        return self.policy.rows(args, kwargs, target)
+
+    def _copies(self) -> Feed | None:
+        device = self.stages[0].device
+        if not self._copies_batch or device.type == "cpu":
+            return None
+        return Feed(device, self._copy_stream)
+
+    def _named(self, args: Args, kwargs: Kwargs, target: Value) -> Kwargs:
+        """Arguments that must be the same on all ranks; keyword arguments of stages made by hand are each rank's own."""
+        if self._comparison is None:
+            return {}
+        named = {f"args[{place}]": value for place, value in enumerate(args)} | {"target": target}
+        if self.stages[0].routes is not None:
+            named |= kwargs
+        return named
+
+    def run(self, batch: Batch) -> Outcome:
+        """Run one step of a prepared batch: it succeeds on all ranks, or raises on all ranks."""
+        with self._transport.alone("step() or eval()"), self._scope():
+            runner = self._connect(train=batch.train)
+            mode = self._mode(train=batch.train)
+            self._programs.current(mode)
+            try:
+                outcome = runner.step(self._programs, mode, batch, self.steps)
+            except OutOfMemory as error:
+                error.remedy = recompute_rank(self.plan, error.rank)  # the same on every rank, without a message
+                raise
+            self.steps += batch.train
+            return outcome
+
+    def merge(self, outcome: Outcome, batch: Batch) -> Value:
+        """Return the outputs of a step as one, on the rank of the last stage and if they were kept; else None."""
+        return self.policy.merge(outcome.outputs, batch) if outcome.outputs else None
 
     def _mode(self, *, train: bool) -> int:
         return TRAIN if train and self.plan.has_backward else FORWARD
 
-    def _run(self, given: Given, *, train: bool) -> Outcome:
-        """One step: prepare; tell the other ranks, run and conclude with them."""
-        with self._transport.alone("step() or eval()"):
-            runner = self._connect(train=train)
-            mode = self._mode(train=train)
-            program = self._programs.current(mode)
-            if self._binding.rng is not None:
-                self._binding.rng.step = self.steps
-            with tended(program.setting.adapters.values(), self._ties if program.setting.grad else None):
-                try:
-                    outcome = runner.step(self._programs, mode, self._prepare(program, given))
-                except OutOfMemory as error:
-                    error.remedy = recompute_rank(self.plan, error.rank)  # the same on every rank, without a message
-                    raise
-            self.steps += program.setting.grad
-            return outcome
-
-    def _prepare(self, program: Program, given: Given) -> Prepared:
-        """What can go wrong here goes wrong before anything is sent, and the other ranks hear of it."""
-        try:
-            for adapter in program.setting.adapters.values():
-                adapter.begin()  # first: replicas that have begun are met, and told, if something is wrong here
-            if program.setting.grad and self._needs_autograd and not torch.is_grad_enabled():
-                raise RunError("step() under torch.no_grad(): nothing could be differentiated. Call eval() instead")
-            if program.setting.grad:
-                self._ties.begin()
-            several = self._has_first and self.num_microbatches > 1  # one is handed on whole, whatever its rows are
-            rows = given.rows(self._specs, of_target=self._has_first or self._has_last, of_kwargs=several)
-            inputs = self._cut(given, train=program.setting.grad)
-            if self.loss_fn is not None and (differs := rows.differs_from(rows)):
-                raise SplitError(f"{differs}. Give a target for the rows of the input, or target_chunk_spec")
-            inputs.uneven = rows.uneven
-            key = (shapes_of(given.args, given.kwargs), program.frozen()) if self._has_first else None
-            return Prepared(inputs, key, rows)
-        except BaseException as error:  # noqa: BLE001  whatever it is, the other ranks must hear of it
-            return Prepared(error=error)
-
-    def _cut(self, given: Given, *, train: bool) -> StepInputs:
-        """What this rank's stages read, cut into microbatches."""
-        size, loss_fn = self.num_microbatches, self.loss_fn
-        inputs = StepInputs(loss_kwargs=given.loss_kwargs, keep_outputs=given.keep_outputs, loss_fn=loss_fn)
-        if given.args or given.kwargs:
-            inputs.args, inputs.kwargs = self._split(given)
-        elif self._has_first:
-            raise RunError(
-                "rank of the first stage: step() without arguments; expected the model's input, step(x, ...)"
-            )
-        if self._has_last and loss_fn is not None:
-            if isinstance(loss_fn, OwnLoss):
-                inputs.targets = [None] * size
-            elif given.target is not None:
-                inputs.targets = split_target(given.target, size, target_spec=self._specs.target)
-            elif train:
-                raise RunError(
-                    "rank of the last stage: there is a loss_fn and no target; write step(..., target=labels)"
-                )
-            inputs.weights = self._weights(inputs)
-        return inputs
-
-    def _split(self, given: Given) -> tuple[list[tuple[Value, ...]], list[dict[str, Value]]]:
-        specs = self._specs
-        return split_batch(
-            given.args, given.kwargs, self.num_microbatches, args_spec=specs.args, kwargs_spec=specs.kwargs
-        )
-
-    def _weights(self, inputs: StepInputs) -> Sequence[float | Tensor] | None:
-        """What the loss of each microbatch is multiplied by before its backward; None: nothing. May be overridden."""
-        return shares(inputs, self.num_microbatches) if self.scale_grads else None
-
-    def _merge(self, outcome: Outcome, given: Given, losses: list[Tensor] | None) -> Value:
-        """What the step gives to its caller, on the rank of the last stage."""
-        if losses is not None and self._has_last:
-            losses[:] = outcome.losses
-        return merge_chunks(outcome.outputs, self._specs.output) if given.keep_outputs and self._has_last else None
+    @cached_property
+    def _copy_stream(self) -> torch.Stream:
+        return torch.Stream(device=self.stages[0].device)
 
     @property
     def _has_first(self) -> bool:
@@ -379,7 +445,7 @@ class Schedule:
     def _watched(self, kind: Callable[[Transport], Watch]) -> Iterator[Watch]:
         """Have the actions of the steps inside watched; others may watch the same steps."""
         with self._transport.called("watching steps"):
-            self._connect(train=self._trains)
+            self._connect(train=self.trains)
         watch = kind(self._transport)
         self._watches.append(watch)
         try:
@@ -398,7 +464,7 @@ class Schedule:
 
     @cached_property
     def _programs(self) -> Programs:
-        return Programs(self.plan, self.stages, self._transport, self._binding)
+        return Programs(self.plan, self.stages, self._transport, self._binding, self._ties)
 
     @cached_property
     def _ties(self) -> Ties:
@@ -435,5 +501,11 @@ class Schedule:
             self._transport.connect({*self._programs[self._mode(train=train)].channels, *self._ties.peers})
             self._ties.meet()
             preambles = Preambles(self._transport, self.plan.placement)
-            self._runner = Runner(self._transport, preambles, dynamic=self._dynamic, watches=self._watches)
+            self._runner = Runner(
+                self._transport,
+                preambles,
+                dynamic=self._dynamic,
+                watches=self._watches,
+                comparison=self._comparison,
+            )
         return self._runner

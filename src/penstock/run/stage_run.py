@@ -9,13 +9,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from penstock.batch.batch import NO_BATCH, Batch, Weights
 from penstock.errors import StageError
 from penstock.nest import Value, tensors_in
 from penstock.parallel import Unwrapped, unwrap
 from penstock.plan import Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.call_arguments import CallArguments, check_given
-from penstock.run.inputs import StepInputs
 from penstock.run.last_stage import LastStage
 from penstock.run.setting import Setting
 from penstock.stage.backward import (
@@ -62,7 +62,8 @@ class StageRun:
         self.grad = grad
         self.rng = rng
         self.split = split  # the microbatches whose backward comes in two parts
-        self.inputs = StepInputs()
+        self.inputs = NO_BATCH
+        self.number = 0  # of the training step, by which random numbers are keyed
         self.alone: list[Inbox] = []
         self.manual = stage.dw_builder if grad else None
         # Without what data parallelism has put around it, unless that is what is compiled.
@@ -118,7 +119,7 @@ class StageRun:
             if self.rng is None:
                 output = call(microbatch, args, kwargs)
             else:
-                with self.rng.at(self.stage.stage_index, microbatch):
+                with self.rng.at(self.stage.stage_index, microbatch, self.number):
                     output = call(microbatch, args, kwargs)
         except RuntimeError as error:
             if self.given.copies or not self.inboxes or not _changes_a_leaf(error):
@@ -139,7 +140,7 @@ class StageRun:
     def recompute(self, microbatch: int) -> None:
         """R."""
         args, kwargs = self.arguments(microbatch)
-        with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch):
+        with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch, self.number):
             run = partial(self.call, microbatch, args, kwargs)
             output = self.repeats.again(microbatch, run)  # type: ignore[union-attr]
         for outbox in self.outboxes:
@@ -300,25 +301,28 @@ class StageRun:
                     roots.append(tensor)
                     grads.append(grad)
             outbox.tensors[microbatch] = outbox.specs[microbatch] = None
-        if self.last is not None and (seed := self.last.seed(microbatch, self.inputs.weights)):
+        if self.last is not None and (seed := self.last.seed(microbatch)):
             roots.append(seed[0])
             grads.append(seed[1])
         return roots, grads
 
     # -- around a step
 
-    def begin(self, inputs: StepInputs) -> None:
-        self.inputs = inputs
+    def begin(self, inputs: Batch, number: int, *, uneven: bool) -> None:
+        """`uneven`: input and target of the batch have different numbers of rows."""
+        self.inputs, self.number = inputs, number
         self.given.begin(inputs)
+        if self.last is not None:
+            self.last.begin(inputs, uneven=uneven)
         self.alone = [inbox for inbox in self.inboxes if inbox.repeated]  # whose values nobody but this stage may hold
         if self.repeats is not None:
             self.repeats.begin(inputs.loss_fn if self.last is not None else None)
         if self.compiled is not None:
             self.compiled.install()
 
-    def results(self) -> tuple[list[Tensor], list[Value]]:
-        """The losses of the step, and its outputs if they were asked for; by microbatch."""
-        return ([], []) if self.last is None else self.last.results(self.inputs)
+    def results(self) -> tuple[list[Tensor], list[Value], Weights | None]:
+        """Return losses and outputs of the step by microbatch, and the shares of the losses."""
+        return ([], [], None) if self.last is None else self.last.results(self.inputs)
 
     def left_over(self) -> list[str]:
         index = self.stage.stage_index
@@ -338,7 +342,7 @@ class StageRun:
             self.repeats.clear()
         if self.last is not None:
             self.last.clear()
-        self.inputs = StepInputs()
+        self.inputs = NO_BATCH
         self.rehearsed = False
         self.given.begin(self.inputs)
         if self.compiled is not None:

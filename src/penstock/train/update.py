@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch import batch_size_of, sizes_of, split_batch, split_target, weights
+from penstock.batch.policy import RowPolicy
 from penstock.capture import Pipe
 from penstock.capture.stage_module import run_stages
 from penstock.errors import PenstockError, SplitError
 from penstock.front import Pipeline, Result
-from penstock.front.norm import loss_factor, shrink
+from penstock.front.norm import shrink
 from penstock.front.spread import gather_on_first
 from penstock.nest import Value, map_tensors
 from penstock.plan import Plan
@@ -154,7 +155,7 @@ class Unpipelined:
         pieces, _ = split_batch(args, {}, size)
         targets = split_target(target, size)
         shares = [float(share) for share in weights(sizes_of(targets) or [1] * size)]
-        losses, scale = [0.0] * size, float(loss_factor(self.update.scaler, self.device))
+        losses, scale = [0.0] * size, float(RowPolicy(scaler=self.update.scaler).scale(self.device))
         for microbatch in (number for number in self.order if number < size):
             loss = self.loss(self.output(pieces[microbatch], microbatch), targets[microbatch])
             torch.autograd.backward(loss, torch.full_like(loss, shares[microbatch] * scale))
