@@ -4,7 +4,7 @@ schedule  schedule and classes (the names that PyTorch users know); planning (th
           one between two steps)
 bound     binding (lowered and proved, one program for each mode), setting, program (a flat list of calls), handlers (what does
           an action), meeting (what ranks compare)
-step      inputs (prepare), preamble (tell, and the verdict), runner (run, conclude), draining (after a failure), ties, rng
+step      preamble (tell, and the verdict), runner (run, conclude), draining (after a failure), ties, rng
 action    stage_run (forward and backward), call_arguments, last_stage, feed (to a device)
 between   boxes (values in flight), channel (messages in order), layout (what a message looks like)
 compiled  ahead (all ranks compile before the first microbatch), compiled_costs
