@@ -149,7 +149,7 @@ def attempt(
             raised.append(describe(error))
         else:
             raised.append(None)
-        for program in schedule._programs.values():
+        for program in schedule._programs.bound.values():
             left += left_in(program)
     grads = [p.grad for index in own for p in modules[index].parameters() if p.grad is not None]
     return raised, grads, left

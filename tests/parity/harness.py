@@ -165,7 +165,7 @@ def named_grads(index: int, module: nn.Module) -> dict[str, Tensor | None]:
 
 def assert_nothing_left(schedule: Schedule) -> None:
     """The executor is as before the step."""
-    for program in schedule._programs.values():
+    for program in schedule._programs.bound.values():
         assert left_in(program) == []
 
 

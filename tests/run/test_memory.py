@@ -109,7 +109,7 @@ def test_receive_buffers_are_those_in_flight() -> None:
 
     def rank(schedule: Schedule, rank: int) -> None:
         def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            for program in schedule._programs.values():
+            for program in schedule._programs.bound.values():
                 for inbox in program.inboxes.values():
                     held = sum(leaves is not None for leaves in inbox.arrived)
                     most[rank] = max(most[rank], held)

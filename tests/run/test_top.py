@@ -127,7 +127,7 @@ def late() -> str:
     pipe, module = make(None)
     x, y = torch.randn(2, 8, 4)
     pipe.step(x, target=y)
-    store, program = pipe.transport.store, pipe.schedule._programs[0]
+    store, program = pipe.transport.store, pipe.schedule._programs.get(0)
 
     def stay() -> None:
         store.set("rank 1 stays where it is", b"")

@@ -241,9 +241,9 @@ class HandPrograms(Programs):
         super().__init__(schedule.plan, schedule.stages, schedule._transport, schedule._binding, schedule._ties)
         self.schedule = schedule
 
-    def bind(self, mode: int) -> Program:
+    def bind(self, mode: int, count: int) -> Program:
         if mode < HAND:
-            return super().bind(mode)
+            return super().bind(mode, count)
         schedule = self.schedule
         for stage in self.stages:
             if not isinstance(stage, _PipelineStageBase):

@@ -29,7 +29,7 @@ from penstock.errors import PlanError, RunError
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.binding import FORWARD, TRAIN
-from penstock.run.program import CustomFunction
+from penstock.run.program import CustomFunction, Program
 from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind
 from penstock.stage.pipeline_stage import PipelineStage as CoreStage
@@ -155,7 +155,7 @@ class _PipelineSchedule(Parts):
             raise PlanError(f"a function for {computation_type!r}; expected one of {', '.join(known)}")
         self._hand_functions[computation_type] = custom_function
         for mode in (HAND + TRAIN, HAND + FORWARD):  # these are made again, with the function
-            vars(self).get("_programs", {}).pop(mode, None)
+            self._bound.pop((mode, self.num_microbatches), None)
 
     # -- whether a step goes through the stages' own methods
 
@@ -173,6 +173,11 @@ class _PipelineSchedule(Parts):
         return super()._mode(train=train) + (HAND if self._drives_by_hand else 0)
 
     _programs = cached_property[HandPrograms](HandPrograms)  # of this schedule
+
+    @property
+    def _bound(self) -> dict[tuple[int, int], Program]:
+        """The programs that are bound by now."""
+        return self._programs.bound if "_programs" in vars(self) else {}
 
     def _connect(self, *, train: bool) -> Runner:
         """Also ask one another whether steps go through the stages' own methods: on every rank or on none."""
@@ -288,7 +293,7 @@ class _PipelineSchedule(Parts):
         """
         if not any(getattr(stage, "_in_step", False) for stage in self.stages):
             targets = None if target is None else [target]
-            batch = Batch(args=[tuple(args or ())], kwargs=[dict(kwargs or {})], targets=targets)
+            batch = Batch(self.num_microbatches, args=[tuple(args or ())], kwargs=[dict(kwargs or {})], targets=targets)
             self._meet(replace(batch, loss_kwargs=loss_kwargs or {}))
 
     _initialize_stage = _initialize_stages
@@ -364,7 +369,7 @@ class _PipelineSchedule(Parts):
         """
         if self._knows_shapes or not self._drives_by_hand:
             return {True, False}
-        known = vars(self).get("_programs", {}).values()
+        known = self._bound.values()
         return {one.setting.grad for one in known if isinstance(one, HandProgram) and one.saved}
 
     def _ready_with_backward(self) -> bool | Both:
@@ -380,7 +385,7 @@ class _PipelineSchedule(Parts):
         if not known:
             for stage in self.stages:
                 vars(stage).pop("_seen", None)
-            for program in vars(self).get("_programs", {}).values():
+            for program in self._bound.values():
                 if isinstance(program, HandProgram):
                     program.saved.clear()
 

@@ -21,14 +21,14 @@ from penstock.batch.policy import RowPolicy
 from penstock.capture import Pipe
 from penstock.checkpoint.lineage import Lineage
 from penstock.checks import check_types
-from penstock.errors import OutOfMemory, PenstockError, RunError, StageError
+from penstock.errors import PenstockError, RunError, StageError
 from penstock.front import norm
 from penstock.front.build import assemble, cut
 from penstock.front.choice import Built, Choice
 from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
+from penstock.front.evaluate import count_of_evaluation
 from penstock.front.garbage import Garbage
-from penstock.front.grouping import FewRows
 from penstock.front.loading import load_into, take_weights
 from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
@@ -41,7 +41,6 @@ from penstock.front.replan import Replanner, calibrated, check_rounds, recut
 from penstock.front.saving import Saving, prepare, save
 from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
-from penstock.lower import recompute_rank
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.checksums import Comparison
@@ -109,16 +108,17 @@ class Pipeline(OwnStages):
         self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
         self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
-        self._options = of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize, captured=not of_cut.made))
-        policy = self._make_policy()
-        self._options |= {
-            "policy": policy,
-            "transport": ends.transport,  # one rank alone would get one of its own: two calls could not see each other
-            "copies_batch": True,
-            "comparison": Comparison(),
-            "scope": _implicit_replication if ends.beside else nullcontext,
-        }
-        self.schedule = self._make_schedule(self._built.plan)
+        self._policy = self._make_policy()
+        self.schedule = Schedule.from_plan(
+            self._built.plan,
+            self._built.stages,
+            **of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize, captured=not of_cut.made)),
+            policy=self._policy,
+            transport=ends.transport,  # one rank alone would get one of its own: two calls could not see each other
+            copies_batch=True,
+            comparison=Comparison(),
+            scope=_implicit_replication if ends.beside else nullcontext,
+        )
         self._telling = Telling(self._ends, self._built.plan.placement)
         if of_steps.run_folder is not None:
             self._look_out(Path(of_steps.run_folder))
@@ -133,7 +133,6 @@ class Pipeline(OwnStages):
             take_weights(self.tensors, self._ends, of_model.weights)
         own = stage_tensors(self._built, self._ends, self._ties, self._prefixes)
         self._sharing = Sharing(given, own.all_parameters(), self.transport)
-        self._few_rows = FewRows(self.schedule, self._ends, policy)
 
     @property
     def plan(self) -> Plan:
@@ -158,21 +157,13 @@ class Pipeline(OwnStages):
         """
         with self.transport.called("step()"):
             problem = self._refusal("step", outputs, target, loss_kwargs, loss_factor)
-            schedule, keep = self._few_rows.of_step(args, kwargs, self._make_schedule), outputs is not None
+            schedule, keep = self.schedule, outputs is not None
             factor = loss_factor if problem is None else 1.0
             batch = schedule.prepare(
                 args, kwargs, target, loss_kwargs=loss_kwargs, keep_outputs=keep, loss_factor=factor
             )
-            try:
-                with self._watched(schedule, (args, kwargs)):
-                    outcome = schedule.run(batch if problem is None else replace(batch, error=problem))
-            except OutOfMemory as error:
-                error.remedy = recompute_rank(
-                    self.plan, error.rank
-                )  # of all microbatches, also for a batch of few rows
-                raise
-            if schedule is not self.schedule:
-                self.schedule.steps = schedule.steps
+            with self._watched(batch, (args, kwargs)):
+                outcome = schedule.run(batch if problem is None else replace(batch, error=problem))
             self._tidy_up()
             return self._result(outcome, batch, schedule.merge(outcome, batch), outputs)
 
@@ -405,9 +396,6 @@ class Pipeline(OwnStages):
 
         self.agree(f"writing to the folder of the run, {folder}", start)
 
-    def _make_schedule(self, plan: Plan) -> Schedule:
-        return Schedule.from_plan(plan, self._built.stages, **self._options)
-
     def _make_policy(self) -> RowPolicy:
         """How batches are split, weighed and merged; asked once, when the stages are made."""
         steps = self._of_steps
@@ -426,10 +414,11 @@ class Pipeline(OwnStages):
         )
 
     @contextmanager
-    def _watched(self, schedule: Schedule, arguments: object) -> Iterator[None]:
+    def _watched(self, batch: Batch, arguments: object) -> Iterator[None]:
         """Measure and count a step, where that is wanted; one of few rows says nothing of the plan."""
         with ExitStack() as watching:
-            if schedule is self.schedule:
+            schedule = self.schedule
+            if batch.count == schedule.num_microbatches:
                 if self._replanner is not None:
                     watching.enter_context(self._replanner.around(schedule))
                 watching.enter_context(self._memory.around(schedule, arguments, self._built.choice))
@@ -466,10 +455,10 @@ class Pipeline(OwnStages):
         options: Mapping[str, Value],
     ) -> tuple[Outcome, Batch, Value]:
         """Run a batch forward in evaluation mode; return its losses and its merged outputs."""
-        schedule = self._few_rows.of_evaluation(args, kwargs, self._make_schedule, problem)
+        schedule, count = self.schedule, count_of_evaluation(self._ends, self._policy, args, kwargs, problem)
 
         def evaluate() -> tuple[Outcome, Batch, Value]:
-            batch = schedule.prepare(args, kwargs, train=False, **options)
+            batch = schedule.prepare(args, kwargs, train=False, count=count or schedule.num_microbatches, **options)
             outcome = schedule.run(batch)
             return outcome, batch, schedule.merge(outcome, batch)
 

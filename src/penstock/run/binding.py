@@ -1,4 +1,4 @@
-"""Programs: what a schedule runs on this rank, one program for each mode, bound when it is first needed."""
+"""Programs: what a schedule runs on this rank, by mode and number of microbatches, bound when it is first needed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def runs_with_blocking_sends(plan: Plan) -> bool:
     return True
 
 
-class Programs(dict[int, Program]):
-    """By mode, the program of this rank.
+class Programs:
+    """The programs of this rank, by mode and number of microbatches; each is bound when it is first needed, and kept.
 
     programs = Programs(plan, stages, transport, Binding(), ties)
-    programs[TRAIN]                    # lowered, proved and bound by now
+    programs.get(TRAIN)                # all microbatches of the plan; lowered, proved and bound by now
+    programs.get(TRAIN, 3)             # the first three
     """
 
     program = Program
@@ -49,30 +50,33 @@ class Programs(dict[int, Program]):
     def __init__(
         self, plan: Plan, stages: Sequence[PipelineStage], transport: Transport, binding: Binding, ties: Ties
     ) -> None:
-        super().__init__()
         self.plan, self.stages, self.transport, self.binding = plan, stages, transport, binding
         self.ties = ties  # parameters that several stages share
         self.compile_ahead = False  # whether some rank has a compiled stage
+        self.bound: dict[tuple[int, int], Program] = {}
         for stage in stages:
             compile_once(stage, unwrap(stage.submod))
 
-    def __missing__(self, mode: int) -> Program:
-        program = self[mode] = self.bind(mode)
-        return program
+    def get(self, mode: int, count: int | None = None) -> Program:
+        most = self.plan.num_microbatches
+        key = mode, most if count is None else min(count, most)
+        if key not in self.bound:
+            self.bound[key] = self.bind(*key)
+        return self.bound[key]
 
-    def bind(self, mode: int) -> Program:
+    def bind(self, mode: int, count: int) -> Program:
         adapters = self.adapters()
         with no_collecting():
-            plan = self.lowered(mode, adapters)
+            plan = self.lowered(mode, adapters, count)
             return self.program(self.proved(plan, adapters, grad=mode == TRAIN), self.stages, self.transport)
 
-    def current(self, mode: int) -> Program:
-        """The program, for the modules that the stages hold now; what is known of messages stays."""
-        program = self[mode]
+    def current(self, mode: int, count: int) -> Program:
+        """Return the program for the modules that the stages hold now; what is known of messages stays."""
+        program = self.get(mode, count)
         if any(run.module is not run.stage.submod for run in program.runs.values()):
-            old, self[mode] = program, self.bind(mode)
-            program = self[mode]
-            program.saved, program.ahead.done = old.saved, old.ahead.done
+            old, key = program, (mode, program.plan.num_microbatches)
+            program = self.bound[key] = self.bind(*key)
+            program.saved, program.signatures, program.ahead.done = old.saved, old.signatures, old.ahead.done
         program.ahead.wanted = self.compile_ahead
         return program
 
@@ -80,9 +84,13 @@ class Programs(dict[int, Program]):
         """The data parallelism of each stage."""
         return {stage.stage_index: adapt(stage.submod) for stage in self.stages}
 
-    def lowered(self, mode: int, adapters: Mapping[int, DataParallel]) -> Plan:
+    def lowered(self, mode: int, adapters: Mapping[int, DataParallel], count: int | None = None) -> Plan:
         """The plan of a mode with its messages, and with what the data parallelism of the stages needs."""
-        plan = self.plan if mode == TRAIN else self.plan.forward_only()
+        plan = self.plan
+        if count is not None and count < plan.num_microbatches:
+            plan = plan.of_first(count)
+        if mode != TRAIN:
+            plan = plan.forward_only()
         shards = any(adapter.sharded for adapter in adapters.values()) and not plan.has(Op.UNSHARD)
         reduces = mode == TRAIN and any(one.reduces for one in adapters.values()) and not plan.has(Op.REDUCE_GRAD)
         if plan.is_lowered:

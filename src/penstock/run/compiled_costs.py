@@ -22,14 +22,14 @@ def compiled_costs(schedule: Schedule, costs: Costs) -> Costs:
     if not schedule._programs.compile_ahead:  # which all ranks know
         return costs
     mine = [[index, *held] for index, held in kept_by_graphs(schedule).items()]
-    everyone = schedule._programs[TRAIN].transport.agree("what compiled stages hold", {}, own=mine)
+    everyone = schedule._programs.get(TRAIN).transport.agree("what compiled stages hold", {}, own=mine)
     kept = {index: (one, two) for held in everyone for index, one, two in held}
     return with_kept(costs, kept, schedule.plan.placement)
 
 
 def kept_by_graphs(schedule: Schedule) -> dict[int, tuple[int, int]]:
     """By stage of this rank: bytes to its I and to its W, where its graph is known and has run."""
-    runs = schedule._programs[TRAIN].runs
+    runs = schedule._programs.get(TRAIN).runs
     found = {index: run.compiled.held() for index, run in runs.items() if run.compiled is not None}
     return {index: held for index, held in found.items() if held is not None}
 

@@ -5,7 +5,7 @@ Peers, boxes and functions are resolved here, so that the loop of a step only ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -49,6 +49,7 @@ class Program:
         self.runs: dict[int, StageRun] = {}
         self.parameters = [p for stage in stages for p in stage.submod.parameters()] if setting.grad else []
         self.saved: dict[int, list[Layouts]] = {}  # by signature, for each box
+        self.signatures: dict[Hashable, int] = {}  # a number for each shape of input, last used last
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()

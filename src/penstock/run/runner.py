@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, replace
 from functools import partial
@@ -73,8 +73,6 @@ class Runner:
     ) -> None:
         self.transport, self.preambles, self.comparison = transport, preambles, comparison
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
-        # By mode: a number for each shape of input, last used last.
-        self.signatures: dict[int, dict[Hashable, int]] = {}
         self.watches = watches  # whoever is here watches the actions of a step
         self.position = transport.position = Position(transport.rank)
         self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
@@ -86,11 +84,12 @@ class Runner:
 
         `number`: training steps done before.
         """
-        mine = programs[mode]
+        mine = programs.current(mode, batch.count)
         with self._parallelism(mine, programs.ties if batch.train else None) as problem, self._epoch(mine):
             given = batch.error or problem
             preamble, error = self.tell(mine, mode, batch, given)
-            program = programs[preamble.mode]
+            # As announced, so that messages match.
+            program = programs.get(preamble.mode, preamble.num_microbatches)
             certain = given is not None or (error is not None and not preamble.failed)
             if preamble.failed:
                 meet_replicas(mine, mine.actions)
@@ -164,7 +163,7 @@ class Runner:
             self.report(None, error)
         size = program.plan.num_microbatches
         if self.preambles.parent is None:
-            signature = (FAILED, 1) if error is not None else self.signature(program, mode, batch)
+            signature = (FAILED, 1) if error is not None else self.signature(program, batch)
             preamble = Preamble(self.transport.epoch, mode, *signature, size, *astuple(batch.rows))
             return preamble, self.preambles.tell(preamble, joined({}, checksums, self.transport.rank), error)
         heard, known, problem = self.preambles.hear()
@@ -184,12 +183,12 @@ class Runner:
             self.report(None, error)
         return preamble, error
 
-    def signature(self, program: Program, mode: int, batch: Batch) -> tuple[int, int]:
+    def signature(self, program: Program, batch: Batch) -> tuple[int, int]:
         """The number of this shape of input under these casts, and whether it is new."""
         kind = self.transport.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = (batch.shape_key, program.frozen(), cast)
-        known = self.signatures.setdefault(mode, {})
+        known = program.signatures
         number = known.pop(key, None)
         if number is None:
             number = len(known)

@@ -170,8 +170,9 @@ class Schedule:
     def lowered_plan(self, *, forward_only: bool = False) -> Plan:
         """The very plan that is run, messages and all."""
         mode = FORWARD if forward_only else TRAIN
-        with nullcontext() if mode in self._programs else self._transport.called("lowered_plan()"):
-            return self._programs[mode].plan
+        bound = (mode, self.num_microbatches) in self._programs.bound
+        with nullcontext() if bound else self._transport.called("lowered_plan()"):
+            return self._programs.get(mode).plan
 
     def replan(
         self, costs: Costs, *, gain: float = 0.05, search: Callable[[Plan], Iterable[Plan]] | None = None
@@ -207,7 +208,7 @@ class Schedule:
             for name in ("plan", "_programs", "_ties"):
                 vars(self).pop(name, None)
             try:
-                self._programs[self._mode(train=self.trains)]  # lowered, proved and bound by now
+                self._programs.get(self._mode(train=self.trains))  # lowered, proved and bound by now
             except BaseException:
                 vars(self).clear()
                 vars(self).update(before)
@@ -220,7 +221,7 @@ class Schedule:
         call = "register_custom_function"
         check_types(call, RunError, computation_type=(computation_type, Op | type[Overlap]))
         check_types(call, RunError, custom_function=(custom_function, Callable))
-        if vars(self).get("_programs"):
+        if "_programs" in vars(self) and self._programs.bound:
             raise RunError("register_custom_function after the first step; the plan is bound by then. Call it before")
         self._binding.custom[computation_type] = lambda program, action: partial(
             custom_function, action, ActionContext(self, program)
@@ -279,6 +280,7 @@ class Schedule:
         target: Value = None,
         *,
         train: bool = True,
+        count: int | None = None,
         loss_kwargs: Kwargs | None = None,
         keep_outputs: bool = True,
         loss_factor: float = 1.0,
@@ -288,18 +290,21 @@ class Schedule:
             batch = schedule.prepare((x,), target=y)
             output = schedule.merge(schedule.run(batch), batch)
 
+        `count`: into how many microbatches; None: as the policy says, which is the number of the plan unless it has few rows.
         `loss_factor` multiplies the losses before their backward, and not the losses that are reported: 1/4 in each of four
         steps that are accumulated.
         """
-        count, batch = self.num_microbatches, Batch(self.num_microbatches, train=train and self.trains)
+        batch = Batch(self.num_microbatches, train=train and self.trains)
         try:
+            if count is None:
+                count = self.policy.count(args, kwargs or {}, batch.count)
             if train and target is not None and self.loss_fn is None:
                 raise RunError(
                     "step() with a target and without a loss: nothing would be differentiated. Give the schedule a "
                     "loss_fn=function, or call eval() for the outputs alone"
                 )
             batch = Batch(
-                count,
+                min(count, batch.count),
                 train=batch.train and self.plan.has_backward,
                 keep_outputs=keep_outputs and self._has_last,
                 loss_fn=self.loss_fn,
@@ -382,7 +387,6 @@ class Schedule:
         with self._transport.alone("step() or eval()"), self._scope():
             runner = self._connect(train=batch.train)
             mode = self._mode(train=batch.train)
-            self._programs.current(mode)
             try:
                 outcome = runner.step(self._programs, mode, batch, self.steps)
             except OutOfMemory as error:
@@ -490,7 +494,7 @@ class Schedule:
                 facts["communicators"] = self._transport.queues
                 facts |= self._options_told
                 facts |= facts_of(self.plan, self.stages, self._ties, loss=self.loss_fn is not None)
-                return self._programs[self._mode(train=train)].compiles
+                return self._programs.get(self._mode(train=train)).compiles
 
             try:
                 compiles = meet(self._transport, self.stages, look)
@@ -498,7 +502,7 @@ class Schedule:
                 vars(self).pop("_programs", None)  # bound anew, should it be tried again
                 raise
             self._programs.compile_ahead = compiles
-            self._transport.connect({*self._programs[self._mode(train=train)].channels, *self._ties.peers})
+            self._transport.connect({*self._programs.get(self._mode(train=train)).channels, *self._ties.peers})
             self._ties.meet()
             preambles = Preambles(self._transport, self.plan.placement)
             self._runner = Runner(
