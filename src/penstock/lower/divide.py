@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Op, Placement, Plan, StageGraph
 from penstock.plan.actions import OP, STAGE, STAGE_SHIFT, overlap, parts, stage_of, text
 from penstock.plan.ops import COMPUTES
 
 
-@takes(PlanError)
 def divide(plan: Plan, pieces: int) -> Plan:
     """The plan for stages that are cut into so many pieces each: forwards in order, backwards from the last piece.
 
@@ -26,6 +25,7 @@ def divide(plan: Plan, pieces: int) -> Plan:
     itself: recomputed, a rank holds the inputs of the pieces, and what one piece saved. Do it before `recompute` and
     `offload`. A message goes from the last piece of a stage to the first piece of another.
     """
+    check_types("divide", PlanError, plan=(plan, Plan), pieces=(pieces, int))
     if pieces < 1:
         raise PlanError(f"stages in {pieces} pieces; expected at least 1")
     if pieces == 1:

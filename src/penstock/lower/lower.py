@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.lower.merge import free_stages, merge, merge_backward
 from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy
 from penstock.lower.one_order import add_messages_in_one_order
 from penstock.lower.reduce import reduce_grad
 from penstock.lower.shards import unshard_reshard
-from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.queues import QueueLayout
 
 
-@takes(PlanError)
 def lower(
     plan: Plan,
     *,
@@ -35,6 +34,9 @@ def lower(
     says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
     direction has its own, and `InTurn` says the same.
     """
+    check_types("lower", PlanError, plan=(plan, Plan), receives=(receives, ReceivePolicy), queues=(queues, str))
+    check_types("lower", PlanError, shards=(shards, bool | int), reduce=(reduce, bool | int))
+    check_types("lower", PlanError, max_unsharded=(max_unsharded, int))
     care = Care(shards, max_unsharded, reduce)
     if isinstance(receives, InTurn) or queues != "direction":
         merged = merge_backward(plan, everywhere=False)
@@ -61,7 +63,6 @@ class Care:
         return reduce_grad(codes, num_microbatches) if self.reduce else codes
 
 
-@takes(PlanError)
 def lower_shares(plan: Plan, *, receives: ReceivePolicy = Early(), care: Care = Care()) -> Plan:
     """What `lower` gives; each rank's list is lowered when it is first asked for, from its own and its neighbours' actions.
 
@@ -69,6 +70,7 @@ def lower_shares(plan: Plan, *, receives: ReceivePolicy = Early(), care: Care = 
     >>> len(lower_shares(get_schedule("1f1b")(1024, 8)).codes[500])
     48
     """
+    check_types("lower_shares", PlanError, plan=(plan, Plan), receives=(receives, ReceivePolicy), care=(care, Care))
     rules = Rules(plan.graph, plan.placement, lowered=True)
 
     @lru_cache(maxsize=8)

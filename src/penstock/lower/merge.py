@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import OP, key_of, stage_of, with_op
 from penstock.plan.ops import Op
 
 
-@takes(PlanError)
 def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
     """Neighbouring I and W of the same stage and microbatch become B.
 
@@ -25,6 +24,7 @@ def merge_backward(plan: Plan, *, everywhere: bool = True) -> Plan:
     >>> print(*merge_backward(split, everywhere=False).lines(), sep="; ")
     rank 0: 0F0 0B0; rank 1: 1F0 1I0 1W0
     """
+    check_types("merge_backward", PlanError, plan=(plan, Plan), everywhere=(everywhere, bool | int))
     rules = Rules(plan.graph, plan.placement, lowered=True)
     stages_of = plan.placement.stages_of if everywhere else partial(free_stages, rules)
     return plan.with_codes(merge(codes, stages_of(rank)) for rank, codes in enumerate(plan.codes))

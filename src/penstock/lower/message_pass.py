@@ -27,8 +27,8 @@ from functools import cache
 from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import IncompleteError, PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import KEY, key_of, partner_of, peer_of, stage_of, text
 from penstock.plan.ops import Op
@@ -43,7 +43,6 @@ class Early:
     """
 
 
-@takes(PlanError)
 @dataclass(frozen=True)
 class Ahead:
     """Post each receive `count` messages ahead of its use.
@@ -54,6 +53,7 @@ class Ahead:
     count: int = 2
 
     def __post_init__(self) -> None:
+        check_types("Ahead", PlanError, count=(self.count, int))
         if self.count < 0:
             raise PlanError(f"Ahead({self.count}): expected a number of messages >= 0")
 
@@ -86,7 +86,6 @@ class InTurn:
 ReceivePolicy = Early | Ahead | JustInTime | InTurn
 
 
-@takes(PlanError)
 def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:
     """The plan with its sends and receives.
 
@@ -95,6 +94,7 @@ def add_messages(plan: Plan, policy: ReceivePolicy = Early()) -> Plan:
     rank 0: 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
     rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
+    check_types("add_messages", PlanError, plan=(plan, Plan), policy=(policy, ReceivePolicy))
     lowering = MessageLowering(plan, plan.codes.__getitem__, policy)
     return plan.with_codes(map(lowering.rank, range(plan.num_ranks)))
 

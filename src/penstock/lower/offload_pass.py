@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.lower.chosen import Life, Stages, Wanted, inserted, lives, wanted
-from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
 from penstock.plan.ops import BESIDE, COMPUTES
@@ -19,7 +19,6 @@ _LEADS = (1.0, 1.5, 2.0, 3.0, 4.0)  # how early a load is posted, in times that 
 _ROUNDING = 1e-9
 
 
-@takes(PlanError)
 def offload(plan: Plan, stages: Stages = None, *, costs: Costs | None = None) -> Plan:
     """The plan with an O after the forward and an L before the backward of every microbatch, of some stages, or of some
     microbatches of a stage.
@@ -33,6 +32,7 @@ def offload(plan: Plan, stages: Stages = None, *, costs: Costs | None = None) ->
     late as it can be and still make nobody wait, and a microbatch is left alone if there is no time to move it away and
     back. What lives longest saves most: of several stages on a rank, the first.
     """
+    check_types("offload", PlanError, plan=(plan, Plan), costs=(costs, Costs | None))
     asked = wanted(plan, stages)
     if costs is None:
         return plan.with_codes(_without_costs(plan, rank, asked) for rank in range(plan.num_ranks))

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.lower.message_pass import rules_with_messages
-from penstock.misfits import takes
 from penstock.plan import Plan, Rules
 from penstock.plan.actions import KEY, partner_of, stage_of
 from penstock.simulate import Costs, Timeline, simulate
@@ -25,7 +25,6 @@ from penstock.simulate import Costs, Timeline, simulate
 _UNITS = 3.0  # of an overlapped pair, whose halves end together
 
 
-@takes(PlanError)
 def add_messages_in_one_order(plan: Plan) -> Plan:
     """The plan with its sends and receives, right for queues of every layout.
 
@@ -34,6 +33,7 @@ def add_messages_in_one_order(plan: Plan) -> Plan:
     rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
+    check_types("add_messages_in_one_order", PlanError, plan=(plan, Plan))
     rules = rules_with_messages(plan)
     one, none = (1.0,) * plan.num_stages, (0.0,) * plan.num_stages
     clock = simulate(plan, Costs(one, one, one, none, none, copy=none, overlap=_UNITS))

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.lower.chosen import Stages, Wanted, inserted, lives, one_a_rank, wanted
-from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import BESIDE
@@ -18,7 +18,6 @@ _SWEEPS = 8
 _ROUNDING = 1e-9
 
 
-@takes(PlanError)
 def recompute(
     plan: Plan,
     stages: Stages = None,
@@ -42,6 +41,8 @@ def recompute(
     makes the step shorter, as far as `memory_limit` (as in `Timeline.peak_memory`, one number or one a rank) allows; without
     a limit, as far as no rank's peak grows.
     """
+    check_types("recompute", PlanError, plan=(plan, Plan), costs=(costs, Costs | None))
+    check_types("recompute", PlanError, memory_limit=(memory_limit, float | Sequence[float] | None))
     asked = wanted(plan, stages)
     made = plan.with_codes(_with_recompute(plan, rank, asked) for rank in range(plan.num_ranks))
     return made if costs is None else _moved_up(made, costs, memory_limit)

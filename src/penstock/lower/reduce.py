@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import OP, key_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS, Op
 
 
-@takes(PlanError)
 def add_reduce_grad(plan: Plan) -> Plan:
     """REDUCE_GRAD after the last W or B of each stage.
 
     add_reduce_grad(get_schedule("1f1b")(2, 4))
     """
+    check_types("add_reduce_grad", PlanError, plan=(plan, Plan))
     return plan.with_codes(reduce_grad(codes, plan.num_microbatches) for codes in plan.codes)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import OP, key_of, parts, stage_of
 from penstock.plan.ops import COMPUTES, Op
 
 
-@takes(PlanError)
 def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
     """UNSHARD before use, RESHARD after it, with at most `max_unsharded` stages of a rank unsharded at a time.
 
@@ -20,6 +19,7 @@ def add_unshard_reshard(plan: Plan, max_unsharded: int = 3) -> Plan:
     The stages that are used next are gathered ahead; a stage that is not among the next `max_unsharded` makes room. (An
     overlapped pair needs both its stages at once, whatever the limit.)
     """
+    check_types("add_unshard_reshard", PlanError, plan=(plan, Plan), max_unsharded=(max_unsharded, int))
     return plan.with_codes(unshard_reshard(codes, max_unsharded) for codes in plan.codes)
 
 

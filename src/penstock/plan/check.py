@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Literal
 
+from penstock.checks import check_types
 from penstock.errors import DeadlockError, PlanError
-from penstock.misfits import takes
 from penstock.plan.actions import OP, key_of, partner_of, stage_of, text
 from penstock.plan.ledger import Columns, read
 from penstock.plan.ops import RECEIVES, SENDS, Op
@@ -29,7 +29,6 @@ from penstock.plan.queues import QueueLayout, check_queues, stopped
 _Wait = tuple[int, int, int]  # position, source, needed: a rank stands there until the source got beyond `needed`
 
 
-@takes(PlanError)
 def check(
     plan: Plan,
     *,
@@ -45,6 +44,7 @@ def check(
     ...
     penstock.errors.OrderError: rank 1, position 1: 1B0 stands before 1F0, which it needs
     """
+    check_types("check", PlanError, plan=(plan, Plan), queues=(queues, str), batches=(batches, bool | int))
     _execute(plan, read(plan), blocking=sends == "blocking")
     if queues != "direction" or batches:
         check_queues(plan, queues, blocking=sends == "blocking", batches=batches)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.checks import entry
+from penstock.checks import check_types, entry
 from penstock.errors import PlanError
-from penstock.misfits import takes
 
 
-@takes(PlanError)
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which stage.
@@ -27,7 +25,11 @@ class Placement:
     ranks: tuple[int, ...]  # the rank of each stage
 
     def __post_init__(self) -> None:
-        used = set(self.ranks)
+        try:
+            used = set(self.ranks)
+        except TypeError:
+            check_types("Placement", PlanError, ranks=(self.ranks, tuple[int, ...]))
+            raise
         if not used or used != set(range(len(used))):
             raise PlanError(
                 f"placement {self.ranks} leaves a rank without a stage; "
@@ -50,6 +52,7 @@ class Placement:
     @classmethod
     def of(cls, ranks: Sequence[int]) -> Placement:
         """Any placement: the rank of each stage, in the order of stages."""
+        check_types("Placement.of", PlanError, ranks=(ranks, Iterable))
         return cls(tuple(ranks))
 
     @property
@@ -82,5 +85,6 @@ class Placement:
 
 
 def _positive(num_ranks: int, stages_per_rank: int) -> None:
+    check_types("Placement", PlanError, num_ranks=(num_ranks, int), stages_per_rank=(stages_per_rank, int))
     if num_ranks < 1 or stages_per_rank < 1:
         raise PlanError(f"got {num_ranks} ranks and {stages_per_rank} stages a rank; expected at least one of each")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.checks import entry
+from penstock.checks import check_types, entry
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan.actions import KEY, OP, AnyAction, below, parts, text, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.lists import Lists
@@ -27,7 +26,6 @@ class Family:
     is_lowered: bool = False
 
 
-@takes(PlanError)
 @dataclass(frozen=True)
 class Plan:
     """What every rank does, in which order.
@@ -50,12 +48,17 @@ class Plan:
     family: Family | None = field(default=None, compare=False, repr=False)  # see `is_share`
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise PlanError(f"a plan for {self.num_microbatches} microbatches; expected at least one")
-        if self.graph.num_stages != self.num_stages:
-            raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.num_stages}")
-        if len(self.codes) != self.num_ranks:
-            raise PlanError(f"{len(self.codes)} lists of actions for {self.num_ranks} ranks; expected one each")
+        try:
+            if self.num_microbatches < 1:
+                raise PlanError(f"a plan for {self.num_microbatches} microbatches; expected at least one")
+            if self.graph.num_stages != self.num_stages:
+                raise PlanError(f"the graph has {self.graph.num_stages} stages, the placement {self.num_stages}")
+            if len(self.codes) != self.num_ranks:
+                raise PlanError(f"{len(self.codes)} lists of actions for {self.num_ranks} ranks; expected one each")
+        except Exception:
+            check_types("Plan", PlanError, placement=(self.placement, Placement), graph=(self.graph, StageGraph))
+            check_types("Plan", PlanError, num_microbatches=(self.num_microbatches, int), codes=(self.codes, Sequence))
+            raise
 
     @classmethod
     def of(
@@ -75,7 +78,14 @@ class Plan:
         """
         from penstock.plan.text import Reader  # the reading side knows how to complain with rank and position
 
-        rows = [actions[rank] for rank in range(len(actions))]
+        check_types("Plan.of", PlanError, placement=(placement, Placement | None), graph=(graph, StageGraph | None))
+        check_types("Plan.of", PlanError, num_microbatches=(num_microbatches, int | None), name=(name, str))
+        try:
+            rows = [iter(actions[rank]) for rank in range(len(actions))]
+        except Exception:
+            kinds = Mapping[int, Iterable[object]] | Sequence[Iterable[object]]
+            check_types("Plan.of", PlanError, actions=(actions, kinds))
+            raise
         return Reader("", placement, graph, num_microbatches, name).plan(rows)
 
     @property
@@ -119,9 +129,9 @@ class Plan:
             return self.family.is_lowered and self.num_ranks > 1
         return not self._ops.isdisjoint(MESSAGES)
 
-    @takes(PlanError)
     def has(self, op: Op) -> bool:
         """Whether some rank has an action of this kind, not counting those in overlapped pairs."""
+        check_types("Plan.has", PlanError, op=(op, int))
         return op in self._ops
 
     @property
@@ -143,23 +153,25 @@ class Plan:
         for rank, codes in enumerate(self.codes):
             yield f"rank {rank}: " + " ".join(map(text, codes))
 
-    @takes(PlanError)
     def with_codes(self, codes: Iterable[Iterable[int]]) -> Plan:
         """The same sizes, other actions."""
-        return replace(self, codes=tuple(tuple(some) for some in codes), family=None)
+        try:
+            lists = tuple(tuple(some) for some in codes)
+        except TypeError:
+            check_types("Plan.with_codes", PlanError, codes=(codes, Iterable[Iterable[int]]))
+            raise
+        return replace(self, codes=lists, family=None)
 
-    @takes(PlanError)
     def with_lists(self, make: Callable[[int], Iterable[int]], change: str, *, lowered: bool = False) -> Plan:
         """The same sizes, with lists that are made when they are asked for; `change` says in what a family is another one."""
+        check_types("Plan.with_lists", PlanError, make=(make, Callable), lowered=(lowered, bool))
         family = self.family and Family(f"{self.family.name}, {change}", lowered or self.family.is_lowered)
         return replace(self, codes=Lists(self.num_ranks, make), family=family)
 
-    @takes(PlanError)
     def with_graph(self, graph: StageGraph) -> Plan:
         """The same actions for a model with other connections between its stages."""
         return replace(self, graph=graph, family=self.family if graph == self.graph else None)
 
-    @takes(PlanError)
     def of_first(self, num_microbatches: int) -> Plan:
         """The plan of a smaller batch: the first microbatches alone, in the same order.
 
@@ -167,6 +179,7 @@ class Plan:
         rank 0: 0F0 0B0
         rank 1: 1F0 1B0
         """
+        check_types("Plan.of_first", PlanError, num_microbatches=(num_microbatches, int))
         rows = tuple(tuple(below(num_microbatches, codes)) for codes in self.codes)
         return replace(self, codes=rows, num_microbatches=num_microbatches, family=None)
 

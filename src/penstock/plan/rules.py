@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan.actions import KEY, OP, Action, key_of, partner_of, parts, peer_of, stage_of, unpack
 from penstock.plan.graph import StageGraph
 from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, Op
@@ -46,12 +46,12 @@ class Rules:
     chosen: frozenset[int] = frozenset()  # the keys of actions that a plan may do without, and that are in this one
     _cache: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    @takes(PlanError)
     def requires(self, action: Action) -> tuple[Action, ...]:
         """All actions that must be complete before this one starts. A required I may be there as part of a B.
 
         An action that a plan may do without is required only where it is there.
         """
+        check_types("Rules.requires", PlanError, action=(action, Action))
         if action.microbatch is None:
             raise PlanError(f"requires({action}); expected an action of a microbatch: the check rules the others")
         found = (unpack(need) for need in self.needs(key_of(action.op, action.stage, action.peer)))
@@ -120,19 +120,26 @@ class Rules:
                 elif consumer == self.carrier(stage, there):
                     yield key_of(Op.RECV_B, stage, consumer)
 
-    @takes(PlanError)
     def awaited(self, code: int) -> list[int]:
         """The packed messages that a packed action, or overlapped pair, needs; of a key their keys."""
-        return [need | part & ~KEY for part in parts(code) for need in self.needs(part & KEY) if need & OP in RECEIVES]
+        try:
+            split = parts(code)
+        except Exception:
+            check_types("Rules.awaited", PlanError, code=(code, int))
+            raise
+        return [need | part & ~KEY for part in split for need in self.needs(part & KEY) if need & OP in RECEIVES]
 
-    @takes(PlanError)
     def sends(self, key: int) -> tuple[int, ...]:
         """The keys of the sends that this compute action (F, I or B) contributes to.
 
         A send goes out when all that it `needs` is there: one action, but for the gradient of a value that several
         stages of this rank use.
         """
-        stage = stage_of(key)
+        try:
+            stage = stage_of(key)
+        except Exception:
+            check_types("Rules.sends", PlanError, key=(key, int))
+            raise
         rank = self.placement.rank_of(stage)
         if key & OP == Op.F:
             ranks = {self.placement.rank_of(c): None for c in self.graph.consumers(stage)}
@@ -145,10 +152,13 @@ class Rules:
             )
         return ()
 
-    @takes(PlanError)
     def carrier(self, producer: int, rank: int) -> int:
         """The first stage on `rank` that uses the output of `producer`: messages are addressed to it."""
-        for consumer in self.graph.consumers(producer):
-            if self.placement.rank_of(consumer) == rank:
-                return consumer
+        try:
+            for consumer in self.graph.consumers(producer):
+                if self.placement.rank_of(consumer) == rank:
+                    return consumer
+        except RuntimeError:  # a tensor, which is neither equal nor unequal
+            check_types("Rules.carrier", PlanError, rank=(rank, int))
+            raise
         raise PlanError(f"no stage on rank {rank!r:.40} uses the output of stage {producer}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from io import StringIO
 from os import PathLike
 
+from penstock.checks import check_types
 from penstock.errors import ParseError, PlanError
-from penstock.misfits import takes
 from penstock.plan.actions import KEY, OP, AnyAction, microbatch_of, pack, parse, parts, peer_of, stage_of, text
 from penstock.plan.graph import StageGraph
 from penstock.plan.ops import COMPUTES, COUNTED, MESSAGES, OPS, TRAINING
@@ -27,25 +27,24 @@ LIMIT = 16_000_000  # bytes of a plan file: about two million actions
 _Cell = AnyAction | str | int | None
 
 
-@takes(PlanError)
 def dumps(plan: Plan) -> str:
     """The plan as CSV text.
 
     dumps(get_schedule("1f1b")(2, 4))
     """
+    check_types("dumps", PlanError, plan=(plan, Plan))
     return "".join(",".join(map(text, codes)) + "\n" for codes in plan.codes)
 
 
-@takes(PlanError)
 def dump(plan: Plan, path: str | PathLike[str]) -> None:
     """Write the plan as a CSV file.
 
     dump(get_schedule("1f1b")(2, 4), "plan.csv")
     """
+    check_types("dump", PlanError, path=(path, str | PathLike))
     write_text(path, dumps(plan), PlanError)
 
 
-@takes(PlanError)
 def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> Plan:
     """Read a CSV file, torch's or penstock's own.
 
@@ -56,17 +55,18 @@ def load(path: str | PathLike[str], *, limit: int = LIMIT, **known: object) -> P
     `known` is what the file cannot tell: ``placement``, ``graph``, ``num_microbatches``, ``name``; by default they are
     read off the actions, as in `Plan.of`.
     """
+    check_types("load", PlanError, path=(path, str | PathLike), limit=(limit, int))
     hint = ". If it is a plan, load(path, limit={size}) reads it, and takes about thirty times its size in memory"
     string = read_text(path, ParseError, limit=limit, hint=hint)
     return loads(string, source=str(path), **known)
 
 
-@takes(PlanError)
 def loads(string: str, *, source: str = "the text", **known: object) -> Plan:
     """Read CSV text. `source` is named in errors.
 
     loads("0F0,0B0\\n1F0,1B0")
     """
+    check_types("loads", PlanError, string=(string, str), source=(source, str))
     try:
         rows = list(csv.reader(StringIO(string, newline="")))
     except csv.Error as error:

@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.show.colours import paint
 from penstock.show.data import timeline_data
@@ -45,7 +45,6 @@ class Section(NamedTuple):
     script: str
 
 
-@takes(PlanError)
 def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
     """One or more named timelines on one shared time axis, each from its own first start.
 
@@ -55,6 +54,7 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
     >>> section.html.count("<canvas class=\\"ps-rows\\"")
     2
     """
+    check_types("timeline_section", PlanError, timelines=(timelines, Sequence[tuple[str, Timeline]]))
     if not timelines:
         raise PlanError("a section of no timelines; expected at least one (name, Timeline)")
     blocks = "".join(_block(name, timeline) for name, timeline in timelines)
@@ -67,7 +67,6 @@ def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Section:
     return Section(html, style(), script())
 
 
-@takes(PlanError)
 def to_html(shown: Timeline | Plan | Sequence[tuple[str, Timeline]], *, title: str | None = None) -> str:
     """One page with one timeline (a plan is timed with unit costs), or with several on one time axis.
 
@@ -75,6 +74,8 @@ def to_html(shown: Timeline | Plan | Sequence[tuple[str, Timeline]], *, title: s
     >>> to_html(get_schedule("1f1b")(4, 8)).startswith("<!doctype html>")
     True
     """
+    check_types("to_html", PlanError, shown=(shown, Timeline | Plan | Sequence[tuple[str, Timeline]]))
+    check_types("to_html", PlanError, title=(title, str | None))
     if isinstance(shown, Plan):
         shown = simulate(shown)
     timelines = [("measured" if shown.measured else "simulated", shown)] if isinstance(shown, Timeline) else list(shown)

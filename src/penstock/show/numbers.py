@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Final
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.simulate import Idle, Timeline
 
@@ -16,7 +16,6 @@ _BYTES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10,
 _SURELY_BYTES: Final = 10_000  # activations are counted in ones, bytes in thousands
 
 
-@takes(PlanError)
 def summary(timeline: Timeline) -> dict[str, object]:
     """The figures of a timeline, ready for JSON.
 
@@ -25,6 +24,7 @@ def summary(timeline: Timeline) -> dict[str, object]:
     >>> summary(simulate(get_schedule("1f1b")(4, 8)))["makespan"]
     33.0
     """
+    check_types("summary", PlanError, timeline=(timeline, Timeline))
     plan = timeline.plan
     return {
         "schedule": plan.name,
@@ -41,12 +41,12 @@ def summary(timeline: Timeline) -> dict[str, object]:
     }
 
 
-@takes(PlanError)
 def summary_text(timeline: Timeline) -> str:
     """The figures of `summary` for people: one line for the whole, one line a rank.
 
     print(summary_text(simulate(plan)))
     """
+    check_types("summary_text", PlanError, timeline=(timeline, Timeline))
     plan, unit = timeline.plan, timeline.unit
     causes = " ".join(f"{cause:>13}" for cause in CAUSES)
     makespan, bubble, longest, most = figures(timeline).values()

@@ -7,8 +7,8 @@ from html import escape
 from math import floor, log10
 from typing import Final
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Action, Op, Plan
 from penstock.plan.actions import OP, parts, unpack
 from penstock.plan.ops import MESSAGES
@@ -30,7 +30,6 @@ _COPIES: Final = 11  # the height of the row of a copy engine
 _DIGIT: Final = 0.62  # the width of a digit, in sizes of its font
 
 
-@takes(PlanError)
 def to_svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: str | None = None) -> str:
     """The drawing as the text of an SVG file; a plan is timed with unit costs.
 
@@ -38,6 +37,8 @@ def to_svg(shown: Timeline | Plan, *, width: int = 900, row: int = 26, title: st
     >>> to_svg(get_schedule("1f1b")(4, 8)).count('<g class="span"')
     64
     """
+    check_types("to_svg", PlanError, shown=(shown, Timeline | Plan), width=(width, int), row=(row, int))
+    check_types("to_svg", PlanError, title=(title, str | None))
     timeline = simulate(shown) if isinstance(shown, Plan) else shown
     return "\n".join(_Drawing(timeline, width, row, title).parts()) + "\n"
 

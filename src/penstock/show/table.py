@@ -7,8 +7,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, text
 from penstock.plan.ops import OVERLAP
@@ -38,7 +38,6 @@ def _painted(colour: Paint) -> str:
 _FINE, _ASCII = ("·", "─", "│"), (".", "-", "|")  # the signs that a table is made of: idle, goes on, edge
 
 
-@takes(PlanError)
 def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = False) -> str:
     """The table as plain text; a plan is timed with unit costs.
 
@@ -49,19 +48,20 @@ def to_table(shown: Timeline | Plan, *, width: int = 100, ascii_only: bool = Fal
     rank 1 │·  F0 B0 ─  F1 B1 ─  ·  ·
     F forward, B backward; one column is 1
     """
+    check_types("to_table", PlanError, shown=(shown, Timeline | Plan), width=(width, int))
+    check_types("to_table", PlanError, ascii_only=(ascii_only, bool | int))
     return _plain(_Layout(_timed(shown), coloured=False, marks=_ASCII if ascii_only else _FINE).lines(width))
 
 
-@takes(PlanError)
 def coloured_table(shown: Timeline | Plan, *, width: int = 100) -> Text:
     """The table as a rich text: a colour for each kind of action, a shade for each stage, the microbatch's number.
 
     Console().print(coloured_table(timeline))
     """
+    check_types("coloured_table", PlanError, shown=(shown, Timeline | Plan), width=(width, int))
     return _rich(_Layout(_timed(shown), coloured=True, marks=_FINE).lines(width))
 
 
-@takes(PlanError)
 def listing(plan: Plan, *, width: int = 100) -> str:
     """Every action of every rank in its order, messages included, as plain text.
 
@@ -69,10 +69,10 @@ def listing(plan: Plan, *, width: int = 100) -> str:
     rank 0 │0F0 0B0
     rank 1 │1F0 1B0
     """
+    check_types("listing", PlanError, plan=(plan, Plan), width=(width, int))
     return _plain(_listed(plan, width))
 
 
-@takes(PlanError)
 def show_table(shown: Timeline | Plan, console: Console | None = None, *, actions: bool = False) -> None:
     """Write the table (or, with `actions`, the list of actions) to a console, in colour if that can show colour.
 
@@ -80,6 +80,8 @@ def show_table(shown: Timeline | Plan, console: Console | None = None, *, action
     """
     from rich.console import Console
 
+    check_types("show_table", PlanError, shown=(shown, Timeline | Plan), console=(console, Console | None))
+    check_types("show_table", PlanError, actions=(actions, bool | int))
     console = console or Console()
     colour = console.is_terminal and console.color_system is not None
     if actions:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, Final
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import AnyAction, Op, Overlap, Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, parts, unpack, with_op
 from penstock.plan.ops import COMPUTES, TRAINING, doing
@@ -30,7 +30,6 @@ _SHORTEST: Final = 1e-3  # a nanosecond: arrows need something to be bound to
 Event = dict[str, Any]
 
 
-@takes(PlanError)
 def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     """The trace as one JSON-ready object; a plan is timed with unit costs.
 
@@ -38,6 +37,7 @@ def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     >>> sorted({event["ph"] for event in to_trace(get_schedule("1f1b")(2, 2))["traceEvents"]})
     ['C', 'M', 'X', 'f', 's']
     """
+    check_types("to_trace", PlanError, shown=(shown, Timeline | Plan))
     timeline = simulate(shown) if isinstance(shown, Plan) else shown
     return {
         "traceEvents": list(_Trace(timeline).events()),
@@ -46,12 +46,12 @@ def to_trace(shown: Timeline | Plan) -> dict[str, Any]:
     }
 
 
-@takes(PlanError)
 def dump_trace(shown: Timeline | Plan, path: str | PathLike[str]) -> None:
     """Write the trace as a JSON file.
 
     dump_trace(timeline, "trace.json")
     """
+    check_types("dump_trace", PlanError, path=(path, str | PathLike))
     write_text(path, json.dumps(to_trace(shown), separators=(",", ":")), PlanError)
 
 

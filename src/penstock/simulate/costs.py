@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import MAX_STAGE
 from penstock.plan.ops import NOTHING, OpKind
@@ -46,7 +46,6 @@ _NOT_PER_STAGE: Final = ("links", "microbatches", "ranks")
 _JOINED: Final = {"kept_input": itemgetter(0), "output_bytes": itemgetter(-1), "unsaved": itemgetter(-1)}
 
 
-@takes(PlanError)
 @dataclass(frozen=True)
 class Costs:
     """Times in any one unit, sizes in bytes (or any one unit). Per stage unless it says otherwise.
@@ -87,6 +86,14 @@ class Costs:
     ranks: tuple[float, ...] | None = None  # by rank: its compute actions take so many times as long as said above
 
     def __post_init__(self) -> None:
+        try:
+            self._check_values()
+        except Exception:
+            hints = get_type_hints(Costs).items()
+            check_types("Costs", PlanError, **{name: (getattr(self, name), hint) for name, hint in hints})
+            raise
+
+    def _check_values(self) -> None:
         lengths = {name: len(column) for name, column in self.columns().items()}
         if len(set(lengths.values())) != 1:
             raise PlanError(f"costs for different numbers of stages: {lengths}; expected one number a stage in each")
@@ -123,19 +130,27 @@ class Costs:
     def _links(self) -> dict[tuple[int, int], Link]:
         return {link[:2]: link for link in self.links}
 
-    @takes(PlanError)
     def link(self, sender: int, receiver: int) -> Link:
         """The way from one rank to another."""
-        return self._links.get((sender, receiver)) or Link(sender, receiver, self.latency, self.bandwidth)
+        try:
+            return self._links.get((sender, receiver)) or Link(sender, receiver, self.latency, self.bandwidth)
+        except TypeError:
+            check_types("Costs.link", PlanError, sender=(sender, int), receiver=(receiver, int))
+            raise
 
-    @takes(PlanError)
     def transfer(self, link: Link, stage: int) -> float:
         """How long what a stage sends (or its gradient) occupies a link, for a microbatch of size 1."""
-        return self.output_bytes[stage] / link.bandwidth if link.bandwidth is not None and self.output_bytes else 0.0
+        try:
+            return (
+                self.output_bytes[stage] / link.bandwidth if link.bandwidth is not None and self.output_bytes else 0.0
+            )
+        except Exception:
+            check_types("Costs.transfer", PlanError, link=(link, Link), stage=(stage, int))
+            raise
 
-    @takes(PlanError)
     def check_sizes(self, num_stages: int, num_ranks: int, num_microbatches: int) -> None:
         """Raises PlanError if these are not the costs of a plan of this size."""
+        check_types("Costs.check_sizes", PlanError, num_stages=(num_stages, int), num_ranks=(num_ranks, int))
         if self.num_stages != num_stages:
             raise PlanError(f"costs for {self.num_stages} stages, a plan for {num_stages}; expected the same")
         sizes = {"microbatches": (self.microbatches, num_microbatches), "ranks": (self.ranks, num_ranks)}
@@ -146,37 +161,42 @@ class Costs:
             if max(link[:2]) >= num_ranks:
                 raise PlanError(f"costs: {link} on {num_ranks} ranks; expected ranks from 0 to {num_ranks - 1}")
 
-    @takes(PlanError)
     def time(self, op: Op, stage: int) -> float:
         """How long an action of this kind takes on this stage, without the overhead of a compute action."""
+        try:
+            return self._time(op, stage)
+        except Exception:
+            check_types("Costs.time", PlanError, op=(op, Op), stage=(stage, int))
+            raise
+
+    def _time(self, op: Op, stage: int) -> float:
         cost = getattr(self, op.row.cost)
         if cost is None and op.row.kind is OpKind.COPY:
             return self.held_to_input[stage] / self.copy_bandwidth if self.copy_bandwidth else self.forward[stage]
         if cost is None:
-            return sum(self.time(half, stage) for half in op.row.halves)
+            return sum(self._time(half, stage) for half in op.row.halves)
         return float(cost[stage] if isinstance(cost, tuple) else cost)
 
     def scale(self, microbatch: int) -> float:
         """How many times the times and bytes of a microbatch are those of size 1."""
         return self.microbatches[microbatch] if self.microbatches else 1.0
 
-    @takes(PlanError)
     def sizes(self, what: str | None) -> tuple[float, ...] | None:
         """By stage: what is held under a name from the table of ops; None for None, which changes nothing."""
         if what is None:
             return None
-        if what not in {NOTHING, *self.__dataclass_fields__}:
+        if not isinstance(what, str) or what not in {NOTHING, *self.__dataclass_fields__}:
             raise PlanError(f"sizes({what!r:.80}); expected a field of Costs, such as 'held_to_input'")
         sizes: tuple[float, ...] | None = None if what == NOTHING else getattr(self, what)
         return (0.0,) * self.num_stages if sizes is None else sizes
 
-    @takes(PlanError)
     def joined(self, count: int) -> Costs:
         """The costs if every `count` stages, one after another, were one.
 
         >>> Costs.per_rank(num_stages=4, stages_per_rank=2).joined(2).forward
         (1.0, 1.0)
         """
+        check_types("Costs.joined", PlanError, count=(count, int))
         if count < 1 or self.num_stages % count:
             raise PlanError(f"joined({count}) of {self.num_stages} stages; expected a number that divides them")
         changed: dict[str, Any] = {}
@@ -206,6 +226,13 @@ class Costs:
         `held_to_weight` is as much as `held_to_input` unless given; `overlap` and `overhead` are per stage, as they are.
         """
 
+        check_types("Costs.per_rank", PlanError, num_stages=(num_stages, int), stages_per_rank=(stages_per_rank, int))
+        check_types("Costs.per_rank", PlanError, forward=(forward, float), backward_input=(backward_input, float))
+        check_types(
+            "Costs.per_rank", PlanError, backward_weight=(backward_weight, float), kept_input=(kept_input, float)
+        )
+        check_types("Costs.per_rank", PlanError, held_to_input=(held_to_input, float))
+        check_types("Costs.per_rank", PlanError, held_to_weight=(held_to_weight, float | None))
         if not (0 < num_stages <= MAX_STAGE + 1 and stages_per_rank > 0):
             raise PlanError(
                 f"num_stages={num_stages}, stages_per_rank={stages_per_rank}; expected numbers from 1, and at most "
@@ -230,6 +257,7 @@ class Costs:
     @classmethod
     def unit(cls, plan: Plan) -> Costs:
         """F = I = W = 1 per rank and microbatch, free messages: what to draw a plan with when nothing is measured."""
+        check_types("Costs.unit", PlanError, plan=(plan, Plan))
         per_rank = -(-plan.num_stages // plan.num_ranks)
         return cls.per_rank(num_stages=plan.num_stages, stages_per_rank=per_rank)
 
@@ -238,6 +266,10 @@ class Costs:
         cls, forward: Iterable[float], backward_input: Iterable[float], backward_weight: Iterable[float]
     ) -> Costs:
         """Stages that differ; each holds one unit of memory for a microbatch in flight."""
+        check_types(
+            "Costs.per_stage", PlanError, forward=(forward, Iterable), backward_input=(backward_input, Iterable)
+        )
+        check_types("Costs.per_stage", PlanError, backward_weight=(backward_weight, Iterable))
         times: Sequence[tuple[float, ...]] = [tuple(forward), tuple(backward_input), tuple(backward_weight)]
         ones = (1.0,) * len(times[0])
         return cls(times[0], times[1], times[2], held_to_input=ones, held_to_weight=ones)

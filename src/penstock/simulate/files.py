@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.checks import check_types
 from penstock.errors import ParseError
-from penstock.misfits import takes
 from penstock.plan.reading import read_text, write_text
 from penstock.simulate.costs import Costs, Link
 
@@ -33,12 +34,12 @@ _LISTS: Final = frozenset(name for name, field in _NAMES.items() if "tuple[" in 
 _NEEDED: Final = ("forward", "backward_input", "backward_weight")
 
 
-@takes(ParseError)
 def load_costs(path: Path | str) -> Costs:
     """Read a file of costs; see the top of this file for its format.
 
     simulate(plan, load_costs("costs.json"))
     """
+    check_types("load_costs", ParseError, path=(path, str | PathLike))
     text = read_text(path, ParseError, limit=LARGEST, hint="; expected a file of costs, which is small")
     try:
         return loads_costs(text)
@@ -46,22 +47,22 @@ def load_costs(path: Path | str) -> Costs:
         raise ParseError(f"{path}: {error}") from None
 
 
-@takes(ParseError)
 def dump_costs(costs: Costs, path: Path | str) -> None:
     """Write a file that `load_costs` and `penstock ... --costs` read.
 
     dump_costs(Costs.unit(plan), "costs.json")
     """
+    check_types("dump_costs", ParseError, path=(path, str | PathLike))
     write_text(path, dumps_costs(costs), ParseError)
 
 
-@takes(ParseError)
 def dumps_costs(costs: Costs) -> str:
     """The text of such a file; what is as it would be anyway is left out.
 
     >>> loads_costs(dumps_costs(Costs.per_rank(num_stages=2, latency=0.5))).latency
     0.5
     """
+    check_types("dumps_costs", ParseError, costs=(costs, Costs))
     data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     for name, field in _NAMES.items():
         value = getattr(costs, name)
@@ -70,12 +71,12 @@ def dumps_costs(costs: Costs) -> str:
     return json.dumps(data) + "\n"
 
 
-@takes(ParseError)
 def loads_costs(text: str) -> Costs:
     """Read costs from the text of a file. Raises ParseError with what is wrong and what was expected.
 
     loads_costs(Path("costs.json").read_text())
     """
+    check_types("loads_costs", ParseError, text=(text, str | bytes))
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -24,8 +24,8 @@ from math import inf
 from operator import sub
 from typing import Any, NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import DeadlockError, PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, OP, key_of, microbatch_of, partner_of
 from penstock.plan.ops import COMPUTES, MESSAGES, OVERLAP, SENDS, Op
@@ -149,7 +149,6 @@ def undisturbed(timelines: Sequence[Timeline]) -> list[Timeline]:
     return sorted(timelines, key=lambda timeline: timeline.makespan)[dropped : len(timelines) - dropped]
 
 
-@takes(PlanError)
 def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatch: bool = False) -> Costs:
     """What a plan's actions and messages cost in measured steps; `known` says what no clock tells, such as bytes.
 
@@ -158,6 +157,8 @@ def measured_costs(timelines: Sequence[Timeline], known: Costs, *, per_microbatc
     Ops that the plan does not have keep their known proportion to those that it has. With `per_microbatch` the costs say how
     much longer one microbatch takes than another.
     """
+    check_types("measured_costs", PlanError, timelines=(timelines, Sequence[Timeline]), known=(known, Costs))
+    check_types("measured_costs", PlanError, per_microbatch=(per_microbatch, bool | int))
     steps = Steps.of(timelines)
     times = {key: statistics.mean(time for _, time in found) for key, found in steps.by_stage().items()}
     posts, pairs = steps.of_kind(MESSAGES), steps.of_kind(frozenset({OVERLAP}))

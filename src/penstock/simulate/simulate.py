@@ -6,8 +6,8 @@ from collections import defaultdict
 from itertools import chain
 from typing import NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import DeadlockError, PlanError
-from penstock.misfits import takes
 from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, split_overlap, stage_of, text
 from penstock.plan.actions import MICROBATCH_SHIFT as SHIFT
@@ -28,7 +28,6 @@ _Need = tuple[list[float], int, list[float]]
 _Facts = tuple[list[_Need], list[float], list[float], tuple[int, ...]]
 
 
-@takes(PlanError)
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """When would each action of this plan start and end?
 
@@ -43,6 +42,8 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     >>> simulate(get_schedule("1f1b")(2, 2)).makespan
     9.0
     """
+    if not isinstance(plan, Plan) or not isinstance(costs, Costs | None):
+        check_types("simulate", PlanError, plan=(plan, Plan), costs=(costs, Costs | None))
     costs = Costs.unit(plan) if costs is None else costs
     costs.check_sizes(plan.num_stages, plan.num_ranks, plan.num_microbatches)
     if not plan.is_share and is_sparse(sum(map(len, plan.keys)), plan.num_microbatches, plan.num_actions):
