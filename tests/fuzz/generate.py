@@ -228,11 +228,18 @@ def _shared_and_frozen(dice: Random, case: Case) -> Case:
         if groups:
             first, *others = dice.choice(groups)
             ties = [(first, other) for other in dice.sample(others, min(len(others), dice.choice((1, 1, 2))))]
+            if case.mesh.get("tp", 1) > 1 and not case.captured:
+                ties = [pair for pair in ties if _apart(case, pair)][:1]
     frozen: list[int] = []
     if dice.random() < 0.25:
         frozen = dice.sample(range(len(case.blocks)), dice.randint(1, max(1, len(case.blocks) - 1)))
     case = replace(case, ties=tuple(sorted(ties)), frozen=tuple(sorted(frozen)))
     return case if _trains(case) else replace(case, frozen=())
+
+
+def _apart(case: Case, pair: tuple[int, int]) -> bool:
+    """Return True if two blocks are in stages of their own: torch's parallelize_module takes apart a tie within a module."""
+    return case.stage_of(pair[0]) != case.stage_of(pair[1])
 
 
 @cache
