@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.comm import FailureRecord, LocalTransport, LocalWorld
+from penstock.batch.batch import Rows
+from penstock.comm import FailureRecord, LocalTransport, LocalWorld, collectives
 from penstock.comm.framing import LONGEST, complete, frame, receive_frame
 from penstock.comm.store import DistributedStore
 from penstock.errors import PenstockError, RunError, TransportError
@@ -25,7 +26,7 @@ from penstock.health.decoding import loads, reading
 from penstock.health.position import Whereabouts
 from penstock.run import Schedule1F1B
 from penstock.run.layout import Layout, described
-from penstock.run.preamble import Preamble, Rows
+from penstock.run.preamble import Preamble
 from penstock.stage.boundary import flatten
 from penstock.stage.pipeline_stage import PipelineStage
 
@@ -172,18 +173,13 @@ def test_values_in_the_store(value: bytes) -> None:
         store.ask_around(patience=0.03)
 
 
-def test_posts_of_a_meeting_that_make_no_sense() -> None:
-    """Somebody else writes into the store: every rank says so, and names what it read."""
+def test_frames_of_a_collective_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank says so, and names what it read."""
+    monkeypatch.setattr(collectives, "_entry", lambda number, _: collectives._ENTRY.pack(number, 8) + b"nonsense")
 
     def run(transport: LocalTransport) -> str:
-        other = LocalTransport.gather
-
-        def forged(self: LocalTransport, name: str, payload: bytes, **options: Any) -> list[bytes]:
-            return [b"nonsense" for _ in other(self, name, payload, **options)]
-
-        transport.gather = forged.__get__(transport)  # type: ignore[method-assign]
-        with pytest.raises(TransportError, match="does nobody else write into the store") as caught:
-            transport.agree("a step", {"plan": "1"})
+        with pytest.raises(TransportError, match="does everybody run the same penstock") as caught:
+            transport.collectives.all_gather("a step", 1)
         return str(caught.value)
 
     assert all("'a step'" in text for text in LocalWorld(2).run(run))

@@ -184,8 +184,9 @@ def one_stays_away(transport: Transport) -> str:
         with suppress(StepTimeout):  # threads find out at once that all of them wait
             transport.store.get("over", SOON)
         return ""
+    transport.timeout = 0.5
     with pytest.raises(StepTimeout) as caught:
-        transport.agree("train", {}, timeout=0.5)
+        transport.agree("train", {})
     transport.store.set("over", b"")
     return str(caught.value)
 

@@ -35,6 +35,7 @@ class Rank:
     """What a watcher needs of a transport."""
 
     rank, num_ranks, epoch, meetings, store_holder, failed = 0, 2, 1, 0, 1, None
+    in_collective, failure_key = None, failure_key(1)
     pulse: Any
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ def late_peer() -> tuple[str, str, float]:
     transport = DistributedTransport.of()
     transport.timeout = 0.5
     transport.begin_step()
-    transport.gather("all are here", b"", timeout=SOON)
+    transport.gather("all are here", b"")
     start = time.monotonic()
     if transport.rank == 1:
         until(lambda: transport.failed)
@@ -221,8 +221,8 @@ def parted_ways(*, ends: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
 def test_ranks_that_part_ways_between_steps_are_both_told(gloo_pool: GlooPool, ends: bool) -> None:
     (first, waited), (second, _) = gloo_pool.run(2, partial(parted_ways, ends=ends))
-    assert first == "rank 1 failed: after step 1 it went to exchange facts for 'evaluate'"
-    assert second == "rank 0 failed: it is in step 2 instead of facts for 'evaluate'"
+    assert first == "rank 1 failed: after step 1 it went to 'evaluate'"
+    assert second == "rank 0 failed: it is in step 2 instead of 'evaluate'"
     assert waited < SOON
 
 

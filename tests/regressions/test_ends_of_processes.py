@@ -16,7 +16,7 @@ import torch.distributed as dist
 import penstock
 from penstock.comm import DistributedTransport
 from tests.faults.fragile import loss_fn, make_batch, make_modules
-from tests.gloo_pool import GlooPool, RemoteError
+from tests.gloo_pool import GlooPool
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 PATIENCE = 6.0  # seconds that the child of a killed rank lives on at the most; its rank is to be named within two
@@ -114,19 +114,7 @@ def large_value(size: int) -> list[int]:
     return [len(part) for part in DistributedTransport.of().gather("something large", bytes(size))]
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(1 << 20, id="1 MiB"),
-        pytest.param(
-            9 << 20,
-            id="9 MiB",
-            marks=pytest.mark.xfail(
-                strict=True, raises=RemoteError, reason="the store of torch closes the connection above 8 MiB"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("size", [1 << 20, 9 << 20], ids=["1 MiB", "9 MiB"])
 def test_a_meeting_takes_what_is_large(gloo_pool: GlooPool, size: int) -> None:
     """A value above 8 MiB (a long list of tensors) closed the connection to the store."""
     assert gloo_pool.run(2, large_value, size, store="tcp") == [[size, size]] * 2

@@ -180,12 +180,19 @@ class AcceleratorTransport(DistributedTransport):
         return self._ways[peer]
 
     def begin_step(self) -> int:
+        self._renew()
+        return super().begin_step()
+
+    def _begin_collective(self) -> None:
+        self._renew()
+        super()._begin_collective()
+
+    def _renew(self) -> None:
         if self._torn is not None or (not self._fine and self.store.check(f"torn/{self.generation}")):
             try:
-                self._come_together()
+                self._rejoin()
             except (PenstockError, RuntimeError) as error:  # one is gone for good: what was wrong before still is
                 self.break_connections(FailureRecord.of(error, self.rank))
-        return super().begin_step()
 
     def end_step(self, *, fine: bool = True) -> None:
         self._fine = fine
@@ -194,10 +201,9 @@ class AcceleratorTransport(DistributedTransport):
                 way.wait()
         super().end_step(fine=fine)
 
-    def _come_together(self) -> None:
+    def _rejoin(self) -> None:
         """After connections were broken: if all processes live, all of them make new ones, and their steps go on."""
-        posts = self._meet(f"renewal/{self.generation}")
-        self._meet(f"renewal/{self.generation}/sure")  # those who gave up waiting have declined this one
+        self.epoch = self._agreed_epoch()
         self._abort()
         for way in self._ways.values():
             way.forget()
@@ -205,24 +211,29 @@ class AcceleratorTransport(DistributedTransport):
         all_at_once([partial(torch.accelerator.synchronize, self.device)], bound=_FAREWELL)
         self.generation += 1
         self.whole, self._aborted = None, False
-        self.epoch = max(map(int, posts))
         self._torn, self._broken, self.failed = None, False, None
         self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
         self._gloo = self._in_host_memory()
         self._open(self._connected)
 
-    def _meet(self, folder: str) -> list[bytes]:
-        """Wait for all ranks to post the number of their last step here. Whoever cannot wait any longer declines for good."""
-        self.store.set(f"{folder}/{self.rank}", str(self.epoch).encode())
-        self.store.silent = lambda: self.pulse.look() or self.pulse.ended()
+    def _agreed_epoch(self) -> int:
+        """Wait until all ranks have said that they go on: the last one says so, unless one that cannot wait any longer has
+        declined. From which step they go on comes back."""
+        key = f"rejoin/{self.generation}"
+        self.store.set(f"{key}/{self.rank}", str(self.epoch).encode())
+        if self.store.add(f"{key}/ranks", 1) == self.num_ranks:
+            epochs = [int(self.store.get(f"{key}/{rank}", self.timeout)) for rank in range(self.num_ranks)]
+            self.store.first(key, f"go {max(epochs)}".encode())
         try:
-            return self.store.get_all(folder, self.timeout, posts="its will to go on after a failure")
+            answer = self.store.get(key, self.timeout, look=self._look)
         except PenstockError as error:
-            for each in (folder, f"{folder}/sure"):
-                self.store.decline(each, FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}"))
-            raise
-        finally:
-            self.store.silent = self.pulse.look
+            declined = FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}")
+            answer = self.store.first(key, declined.encode())
+            if not answer.startswith(b"go "):
+                raise
+        if answer.startswith(b"go "):
+            return int(answer[3:])
+        raise FailureRecord.decode(answer).error()
 
     def _tell_torn(self) -> None:
         with suppress(TransportError):

@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _get_process_group_name
 
 from penstock.comm.farewell import Farewell
-from penstock.comm.kinds import KindsOfDevice
 from penstock.comm.line import Line
-from penstock.comm.messages import Receive, Send, Work
+from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import Transport
 from penstock.comm.watcher import Watcher
-from penstock.errors import PenstockError, StepTimeout, TransportError
+from penstock.errors import PenstockError, RanksDisagree, StepTimeout, TransportError
 from penstock.health.failure import NOBODY, FailureRecord
 from penstock.health.position import table
 
 HOST_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 _BREAK_TAG = 0x9E58  # nothing is ever sent under it
+_SIDE_TAG = 0x9E59  # of collectives, which never meet messages of a step
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
@@ -73,18 +73,15 @@ class DistributedTransport(Transport):
         self.place = place_in_store(self.folder)
         own = cloned(self.place)  # a connection of our own, whose waits we may bound
         self.store: DistributedStore = DistributedStore(own, self.rank, self.num_ranks, bound=patience)
-        self.kinds = KindsOfDevice(self.store, self.device.type, self.rank, self.num_ranks)
+        self.unlike: str | None = None  # where ranks are on different kinds of device: which, as soon as it is known
         self.backend = backend_of(group, self.device)
         self.backend_name = _backend_name(group, self.device)
         self.bound = timeout_of(self.backend)
         self.timeout = self.bound.total_seconds()
-        if self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo):  # else nobody waits here
-            self.kinds.meet(self.timeout)
+        own_gloo = self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo)
+        self._compare_device_types(self.timeout if own_gloo else None)  # all ranks together make one
         self._gloo = self._in_host_memory(group)
         self.pulse = Pulse(self.rank, self.store, patience=patience, address=own_address())
-        kinds, pulse = self.kinds, self.pulse
-        self.store.silent = lambda: kinds.look() or pulse.look()
-        self.store.ended, self.store.notice = self.pulse.all_ended, self.pulse.notice
         self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
         holds = "server=TCPServer" in str(innermost(_get_default_store()))
@@ -108,7 +105,7 @@ class DistributedTransport(Transport):
         group = _member(group)
         transports = _OF_GROUP.setdefault(group, {})
         kind = torch.device(device).type
-        if kind in transports and transports[kind].kinds.differ:
+        if kind in transports and transports[kind].unlike is not None:
             transports.pop(kind).close()  # the others begin anew too
         if kind not in transports:
             made = cls
@@ -120,6 +117,27 @@ class DistributedTransport(Transport):
     def _in_host_memory(self, group: dist.ProcessGroup) -> Gloo:
         """The gloo that carries messages in host memory."""
         return gloo_of(group, self.place)
+
+    def _compare_device_types(self, patience: float | None = None) -> None:
+        """Raise if ranks are known to be on different types of device: a rank on an accelerator would wait for connections, one
+        in host memory in its first collective. With `patience`, wait until all ranks have said what they are on."""
+        mine = f"rank {self.rank}: {self.device.type}"
+        first = self.store.first("device type", mine.encode()).decode(errors="replace")
+        if first.partition(": ")[2] != self.device.type:
+            self.store.first("device types", f"{first}, {mine}".encode())
+        elif self.store.add("device type/ranks", 1) == self.num_ranks:
+            self.store.first("device types", b"alike")
+        if patience is not None or self.store.check("device types"):
+            self._raise_if_unlike(patience or 1.0)
+
+    def _raise_if_unlike(self, patience: float) -> None:
+        told = self.store.get("device types", patience).decode(errors="replace")
+        if told != "alike":
+            self.unlike = (
+                f"the stages of a pipeline are on different kinds of device ({told}); give the stages of every rank a device "
+                "of the same kind"
+            )
+            raise RanksDisagree(self.unlike)
 
     # -- messages
 
@@ -147,6 +165,9 @@ class DistributedTransport(Transport):
         send, receive, number = self._gloo.send, self._gloo.recv, self.peer(peer)
         return partial(send, dstRank=number, tag=HOST_TAG), partial(receive, srcRank=number, tag=HOST_TAG)
 
+    def side_messages(self) -> Messages:
+        return SideMessages(self)
+
     def waiter(self) -> Callable[[Work], object]:
         if self._waiter[0] != self.timeout:
             self._waiter = self.timeout, methodcaller("wait", timedelta(seconds=self.timeout))
@@ -155,6 +176,8 @@ class DistributedTransport(Transport):
     def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
         if isinstance(error, PenstockError):
             return error
+        if self.unlike is not None:
+            return RanksDisagree(self.unlike)
         if self._torn is not None:
             return self._since_torn(self._torn)
         text = str(error)
@@ -207,7 +230,7 @@ class DistributedTransport(Transport):
             if patience:  # a process that dies loses its connections one after another; that of a store may be the last
                 time.sleep(0.05)
             try:
-                record = self.failure() if self.epoch else None
+                record = self.failure() if self.epoch or self.in_collective else None
                 gone = [] if record is not None else self.store.departures()
             except TransportError:  # the store is gone; that the connection to the peer is lost says more than that
                 return self._heard()
@@ -216,7 +239,7 @@ class DistributedTransport(Transport):
             if (heard := self._heard()) is not None:  # what a rank did before it left says more than that it left
                 return heard
             for steps, departed in gone:
-                if departed.rank == peer or (departed.rank != self.rank and steps < self.epoch):
+                if departed.rank == peer or (departed.rank != self.rank and steps < self._needed):
                     return departed
             if time.monotonic() > end:
                 return None
@@ -239,10 +262,35 @@ class DistributedTransport(Transport):
         super().begin_step()
         self._in_step = True
         self._switchboard.begin(self.epoch)
+        self._watch()
+        return self.epoch
+
+    def _watch(self) -> None:
         if self._watcher is None:
             self._watcher = Watcher(self, self.store.clone())
-        self._watcher.begin(self.epoch)
-        return self.epoch
+        self._watcher.begin(self._needed)
+
+    @property
+    def _needed(self) -> int:
+        """Who has left after fewer steps than that will not come to this step, or to this collective."""
+        return self.epoch if self.in_collective is None else self.epoch + 1
+
+    def _begin_collective(self) -> None:
+        if self._torn is not None:
+            raise self._unusable(self._torn)
+        if self._in_step:  # which is watched, and goes on
+            self.in_collective = None
+        elif self.num_ranks > 1:
+            self.failed = None
+            self._watch()
+
+    def _end_collective(self) -> None:
+        if self._in_step:
+            return
+        if self._watcher is not None:
+            self._watcher.end()
+        if self._torn is not None:
+            self.break_connections(self._torn)  # so that nobody waits for this rank
 
     def end_step(self, *, fine: bool = True) -> None:
         self._in_step = False
@@ -282,6 +330,27 @@ class DistributedTransport(Transport):
             self._watcher.end()
             self._watcher.stop()
         self.pulse.close()
+
+
+class SideMessages(Messages):
+    """Messages by the transport's gloo alone, under a tag of their own."""
+
+    def __init__(self, transport: DistributedTransport) -> None:
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.device = torch.device("cpu")
+        self._transport = transport
+
+    def sender(self, peer: int) -> Send:
+        return partial(self._transport._gloo.send, dstRank=self.peer(peer), tag=_SIDE_TAG)
+
+    def receiver(self, peer: int) -> Receive:
+        return partial(self._transport._gloo.recv, srcRank=self.peer(peer), tag=_SIDE_TAG)
+
+    def waiter(self) -> Callable[[Work], object]:
+        return DistributedTransport.waiter(self._transport)
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        return self._transport.explain(error, peer=peer, what=repr(self._transport.in_collective or what))
 
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.checks import check_types
 from penstock.comm.baton import Baton, Waiting
-from penstock.comm.messages import Receive, Send, Work, kind_of
+from penstock.comm.messages import Messages, Receive, Send, Work, kind_of
 from penstock.comm.transport import Store, Transport
 from penstock.errors import PenstockError, RunError, ShapeError, StepTimeout, TransportError
 from penstock.health.failure import FailureRecord
@@ -79,8 +79,10 @@ class _LocalChannel:
 
     def withdraw(self, work: LocalWork) -> None:
         """Forget a message that will never arrive, so that nothing later can meet it."""
-        self.sends = deque(send for send in self.sends if send[1] is not work)
-        self.receives = deque(receive for receive in self.receives if receive[1] is not work)
+        for queue in (self.sends, self.receives):
+            kept = [posted for posted in queue if posted[1] is not work]
+            queue.clear()
+            queue.extend(kept)
 
     def match(self) -> None:
         while self.sends and self.receives and self.sends[0][1] not in self.held:
@@ -109,12 +111,6 @@ class LocalStore:
     def get(self, key: str, timeout: float) -> bytes:
         self._transport.wait_until(partial(self.check, key), peer=None, what=f"{key!r} in the store")
         return self._values[key]
-
-    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
-        keys = [f"{folder}/{rank}" for rank in range(self._transport.num_ranks)]
-        for rank, key in enumerate(keys):
-            self._transport.wait_until(partial(self.check, key), peer=rank, what=f"{posts} of rank {rank}")
-        return [self._values[key] for key in keys]
 
     def check(self, key: str) -> bool:
         return key in self._values
@@ -159,6 +155,9 @@ class LocalTransport(Transport):
             return error
         return TransportError(f"rank {self.rank}, {what} to or from rank {peer}: {type(error).__name__}: {error}")
 
+    def side_messages(self) -> Messages:
+        return _SideMessages(self, self._world.side_channels)
+
     def wait_until(self, ready: Callable[[], bool], *, peer: int | None, what: str) -> None:
         try:
             self._world.baton.wait(self.rank, Waiting(ready, peer, what))
@@ -184,6 +183,37 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Nothing to let go of: a rank leaves when its function returns."""
+
+
+class _SideMessages(Messages):
+    """Messages of collectives: no hook is asked for them, and a send is done only when it is received."""
+
+    def __init__(self, transport: LocalTransport, channels: defaultdict[tuple[int, int], _LocalChannel]) -> None:
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.device, self.timeout = transport.device, transport.timeout
+        self._transport, self._channels = transport, channels
+
+    def sender(self, peer: int) -> Send:
+        channel = self._channels[self.rank, self.peer(peer)]
+        return partial(self._post, channel, channel.sends, peer)
+
+    def receiver(self, peer: int) -> Receive:
+        channel = self._channels[self.peer(peer), self.rank]
+        return partial(self._post, channel, channel.receives, peer)
+
+    def _post(
+        self, channel: _LocalChannel, queue: deque[tuple[Tensor, LocalWork]], peer: int, tensors: list[Tensor]
+    ) -> LocalWork:
+        work = LocalWork(self._transport, channel, peer, f"rank {peer} at {self._transport.in_collective!r}")
+        queue.append((tensors[0], work))
+        channel.match()
+        return work
+
+    def waiter(self) -> Callable[[Work], object]:
+        return self._transport.waiter()
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        return self._transport.explain(error, peer=peer, what=what)
 
 
 class LocalWorld:
@@ -218,6 +248,7 @@ class LocalWorld:
         self.errors: list[BaseException | None] = [None] * num_ranks
         self.baton = Baton(num_ranks, self._let_go, seed=seed)
         self._channels: defaultdict[tuple[int, int], _LocalChannel] = defaultdict(_LocalChannel)
+        self.side_channels: defaultdict[tuple[int, int], _LocalChannel] = defaultdict(_LocalChannel)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from penstock.health.failure import FailureRecord
 from penstock.health.position import Whereabouts
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
-_BETWEEN_LOOKS = 0.25  # seconds between looks for ranks that have left, while waiting
+_BETWEEN_LOOKS = 0.25  # seconds between two looks, while waiting
 
 
 def innermost(store: object) -> object:
@@ -42,9 +42,6 @@ class DistributedStore:
     """A c10d store as seen by penstock. A wait polls: a blocking call would keep Ctrl-C and other threads waiting.
 
     ``bound``   seconds that a single call may take; 0: as many as it takes. The connection is then one of our own.
-    ``silent``  asked during long waits: who has been found to be stopped or out of reach.
-    ``ended``   asked too: whose processes are no longer there; that counts only for one that has not posted.
-    ``notice``  told then who has not posted, so that their processes are looked after; before the first step nobody's is.
     ``everybody``  asked when a wait has run out: a table of where all ranks are. Held weakly, it is the owner's.
     """
 
@@ -54,9 +51,6 @@ class DistributedStore:
         self._bound = bound
         self._guard = StoreGuard(store, bound) if bound else None
         self.gone: list[str] = []  # why no call is made any more, if that is so; all clones share it
-        self.silent: Callable[[], FailureRecord | None] = _nobody
-        self.ended: Callable[[], Iterable[FailureRecord]] = tuple
-        self.notice: Callable[[Sequence[int]], None] = _nobody
         self.everybody: weakref.WeakMethod[Callable[[], str]] | None = None
 
     def clone(self) -> DistributedStore:
@@ -96,26 +90,19 @@ class DistributedStore:
     def first(self, key: str, value: bytes) -> bytes:
         return bytes(self._call("compare_set", key, "", value))
 
-    def get(self, key: str, timeout: float) -> bytes:
-        end, nap = time.monotonic() + timeout, _FIRST_NAP
+    def get(self, key: str, timeout: float, *, look: Callable[[], object] | None = None) -> bytes:
+        """`look` is asked now and then; it may raise."""
+        end, between, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
         while not self.check(key):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if look is not None and now > between:
+                look()
+                between = now + _BETWEEN_LOOKS
+            if now > end:
                 raise self._late(f"rank {self._rank} waited {timeout:g} s for {key!r} in the store")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
         return bytes(self._call("get", key))
-
-    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
-        keys = [f"{folder}/{rank}" for rank in range(self._num_ranks)]
-        end, look, nap = time.monotonic() + timeout, time.monotonic() + _BETWEEN_LOOKS, _FIRST_NAP
-        while not self._call("check", keys):
-            now = time.monotonic()
-            if now > min(look, end):
-                self._look_for_absent(folder, "" if now <= end else f"waited {timeout:g} s for {posts}")
-                look = now + _BETWEEN_LOOKS
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
-        return [bytes(value) for value in self._call("multi_get", keys)]
 
     def check(self, key: str) -> bool:
         return bool(self._call("check", [key]))
@@ -167,29 +154,6 @@ class DistributedStore:
             self.set(f"where/{self._rank}", f"{number} ".encode() + where().encode())
         return number
 
-    # -- meetings that cannot come about
-
-    def decline(self, folder: str, record: FailureRecord) -> None:
-        """Tell those who wait at the meeting that this rank is elsewhere."""
-        self.first(f"{folder}/declined", record.encode())
-
-    def _look_for_absent(self, folder: str, waited: str) -> None:
-        gone = [record for _, record in self.departures()]
-        silent = self.silent()
-        if silent is not None:
-            raise silent.error()
-        gone += self.ended()
-        absent = [rank for rank in range(self._num_ranks) if not self.check(f"{folder}/{rank}")]
-        for record in gone:
-            if record.rank in absent:
-                raise record.error()
-        self.notice(absent)  # at the next look it is known how they are
-        if self.check(f"{folder}/declined"):
-            raise FailureRecord.decode(self.get(f"{folder}/declined", 1.0)).error()
-        if waited and absent:
-            names = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-            raise self._late(f"rank {self._rank} {waited}, which {names} never sent")
-
     def _late(self, text: str) -> StepTimeout:
         ask = None if self.everybody is None else self.everybody()
         return StepTimeout(text if ask is None else f"{text}\n{ask()}")
@@ -227,7 +191,3 @@ def keep_alive(sock: socket.socket, **options: float) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
-
-
-def _nobody(*_: object) -> None:
-    """The answer of a transport without a heartbeat."""

@@ -8,23 +8,23 @@ transport.end_step(fine=True)
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from penstock.comm.collectives import Collectives, Edge, Tree
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.messages import Messages
-from penstock.errors import RanksDisagree, RunError
-from penstock.health.decoding import read
+from penstock.errors import RunError
 from penstock.health.failure import NOBODY, FailureRecord
-from penstock.health.position import Whereabouts, aligned, table
+from penstock.health.position import Whereabouts, table
 from penstock.plan.queues import QueueLayout
 
 
@@ -43,10 +43,6 @@ class Store(Protocol):
 
     def get(self, key: str, timeout: float) -> bytes:
         """Wait for the key. StepTimeout names it when it never comes."""
-        ...
-
-    def get_all(self, folder: str, timeout: float, *, posts: str) -> list[bytes]:
-        """Wait for "folder/0", "folder/1", ..., one from each rank. ``posts`` says in an error what they are."""
         ...
 
     def check(self, key: str) -> bool: ...
@@ -74,13 +70,14 @@ class Transport(Messages):
 
     ``failed``   during a step: the failure that some other rank posted, or None. A plain attribute, cheap to read.
     ``epoch``    the number of the current or last step, the same on every rank. A failure belongs to an epoch.
-    ``meetings`` how often all ranks met (gather, agree), likewise.
+    ``meetings`` the number of the current or last collective, likewise; ``in_collective`` its name, while it is on.
     """
 
     store: Store
     failed: FailureRecord | None = None
     epoch: int = 0
     meetings: int = 0
+    in_collective: str | None = None
     store_holder: int = NOBODY  # the rank whose process holds the store, if it is one of these and is known
     position: Looked | None = None  # where this rank is in its step, once there was one
     queues: QueueLayout = "direction"  # which messages of a step wait for one another
@@ -148,13 +145,18 @@ class Transport(Messages):
 
     def report_failure(self, record: FailureRecord) -> FailureRecord:
         """Post a failure of this rank in this epoch. The first one stands, and comes back."""
-        if self.epoch not in self._posted:
+        if self.in_collective is None and self.epoch not in self._posted:
             self._posted.append(self.epoch)
-        return FailureRecord.decode(self.store.first(failure_key(self.epoch), record.encode()))
+        return FailureRecord.decode(self.store.first(self.failure_key, record.encode()))
+
+    @property
+    def failure_key(self) -> str:
+        """Under which the failure of this step, or of this collective, is posted."""
+        return f"failure/{self.epoch}" if self.in_collective is None else f"failure/collective/{self.meetings}"
 
     def failure(self) -> FailureRecord | None:
-        """The failure that was posted for this epoch, asked of the store now."""
-        key = failure_key(self.epoch)
+        """The failure that was posted for this epoch, or this collective, asked of the store now."""
+        key = self.failure_key
         return FailureRecord.decode(self.store.get(key, self.timeout)) if self.store.check(key) else None
 
     @property
@@ -185,36 +187,51 @@ class Transport(Messages):
     def close(self) -> None:
         """Leave: ranks that wait for this one in a later step raise PeerFailed instead."""
 
-    # -- meetings: every rank calls them, in the same order
+    # -- collectives: every rank calls them, in the same order
 
-    def gather(self, name: str, payload: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """Every rank's payload, on every rank. Small things: a timeline, a list of losses."""
+    def side_messages(self) -> Messages:
+        """Messages in host memory that never meet those of a step, whatever other ranks are in the middle of."""
+        raise NotImplementedError
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        """What all ranks of this transport do together."""
+        messages, (parent, children) = self.side_messages(), self.family()
+        tree = Tree(
+            None if parent is None else Edge(messages, parent), tuple(Edge(messages, child) for child in children)
+        )
+        return Collectives(tree, _InCall(self), number=self.rank, count=self.num_ranks)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Around one collective: failures of other ranks end its waits."""
         self.meetings += 1
-        self.awaited = None  # everybody is
-        folder, before = meeting_folder(self.meetings), meeting_folder(self.meetings - 1)
-        self.store.set(f"{folder}/{self.rank}", payload)
-        self.store.first(f"{folder}/called", json.dumps([self.rank, self.epoch, name]).encode())
-        payloads = self.store.get_all(folder, self.timeout if timeout is None else timeout, posts=name)
-        # All have posted here, so all have left the meeting before: nobody reads its posts any more.
-        self.store.delete(f"{before}/{self.rank}")
-        if self.rank == 0:
-            self.store.delete(f"{before}/called")
-        return payloads
+        self.awaited, self.in_collective = None, name
+        try:
+            self._begin_collective()
+            yield
+        finally:
+            self._end_collective()
+            self.in_collective = None
 
-    def agree(
-        self, name: str, facts: Mapping[str, str], *, own: Own | None = None, timeout: float | None = None
-    ) -> list[Own]:
+    def _begin_collective(self) -> None:
+        """Watch over the other ranks from here on."""
+
+    def _end_collective(self) -> None: ...
+
+    def gather(self, name: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload, on every rank. Small things: a timeline, a list of losses."""
+        return self.collectives.all_bytes(name, payload)
+
+    def agree(self, name: str, facts: Mapping[str, str], *, own: Own | None = None) -> list[Own]:
         """Compare the facts with those of all ranks; every rank raises RanksDisagree if one differs.
 
         Ranks that are at different meetings (one trains, one evaluates) disagree on the name. `own`, anything that JSON can
         hold, may differ: that of each rank comes back.
         """
-        mine = [{"about to": name, **facts}, own]
-        posts = self.gather(f"facts for {name!r}", json.dumps(mine).encode(), timeout=timeout)
-        everyone = [read(post, tuple[dict[str, str], object], f"what a rank posted for {name!r}") for post in posts]
-        if any(facts != everyone[0][0] for facts, _ in everyone):
-            raise RanksDisagree(_differences([facts for facts, _ in everyone]))
-        return [cast("Own", theirs) for _, theirs in everyone]
+        if facts:
+            self.collectives.same(name, facts)
+        return cast("list[Own]", self.collectives.all_gather(name, own))
 
     def sum(self, tensor: Tensor) -> None:
         """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
@@ -296,16 +313,15 @@ def failure_key(epoch: int) -> str:
 
 
 def meeting_folder(meeting: int) -> str:
-    """Where the ranks post for a meeting; under "called" stands who came first, after how many steps, and what for."""
+    """Where it stands who waits in a collective, after how many steps, and that another rank will not come to it."""
     return f"meeting/{meeting}"
 
 
-def _differences(everyone: Sequence[Mapping[str, str]]) -> str:
-    """A table: a row for each set of ranks that agree, a column for each fact that differs."""
-    known = dict.fromkeys(name for facts in everyone for name in facts)
-    names = [name for name in known if len({facts.get(name) for facts in everyone}) > 1]
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, facts in enumerate(everyone):
-        rows.setdefault(tuple(facts.get(name, "-") for name in names), []).append(rank)
-    lines = aligned([("rank", *names), *((", ".join(map(str, ranks)), *values) for values, ranks in rows.items())])
-    return "the ranks are about to run different things:\n  " + "\n  ".join(lines) + "\nGive every rank the same."
+class _InCall:
+    """Of collectives in the middle of a call that has kept other threads out."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.collective = transport.collective
+
+    def called(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,4 +1,4 @@
-"""A thread that listens during steps: for failures that other ranks post, for ranks that leave, and for Ctrl-C.
+"""A thread that listens during steps and collectives: for failures that other ranks post, for ranks that leave, and for Ctrl-C.
 
 The main thread may sit in a wait that no signal and no exception can end. So peers that hear of a failure drain: they
 send what is awaited, unfilled, and the wait ends. Where nobody is left to drain, the watcher breaks the connections.
@@ -6,6 +6,7 @@ send what is awaited, unfilled, and the wait ends. Where nobody is left to drain
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from penstock.comm.bell import BellThread
 from penstock.comm.store import DistributedStore
-from penstock.comm.transport import failure_key, meeting_folder
-from penstock.errors import StepTimeout, TransportError
+from penstock.comm.transport import meeting_folder
+from penstock.errors import RanksDisagree, StepTimeout, TransportError
 from penstock.health.decoding import read
 from penstock.health.failure import NOBODY, FailureRecord
 
@@ -39,12 +40,17 @@ class Watcher(BellThread):
         self._epoch = 0  # the step that is watched, 0 between steps
         self._left_since: float | None = None
         self._interrupts = 0
+        self._began, self._called = (
+            0.0,
+            False,
+        )  # of a collective: when, and whether it is told that this rank waits there
         self._answered = 0  # the number of the last question where this rank is
         self._signals_before: int | None = None
         self._thread.start()
 
     def begin(self, epoch: int) -> None:
         self._epoch, self._left_since, self._interrupts = epoch, None, 0
+        self._began, self._called = time.monotonic(), False
         if threading.current_thread() is threading.main_thread():
             self._signals_before = signal.set_wakeup_fd(self._button, warn_on_full_buffer=False)
 
@@ -82,15 +88,37 @@ class Watcher(BellThread):
             del transport
 
     def _look(self, transport: DistributedTransport, epoch: int) -> None:
-        key = failure_key(epoch)
-        if transport.failed is None and self._store.check(key):
+        key = transport.failure_key
+        if (transport.failed is None or transport.in_collective is not None) and self._store.check(key):
             record = FailureRecord.decode(self._store.get(key, _TICK))
             if record.rank != transport.rank:
-                self._tell(transport, epoch, record)
+                tell = self._tell if transport.in_collective is None else self._blame  # nobody drains a collective
+                tell(transport, epoch, record)
         for steps, record in self._store.departures():
             if steps < epoch and record.rank != transport.rank:
                 self._blame(transport, epoch, record)
-        self._look_for_meetings(transport, epoch)
+        if transport.in_collective is None:
+            self._look_for_meetings(transport, epoch)
+        elif time.monotonic() > self._began + _TICK:
+            self._look_around(transport, epoch)
+
+    def _look_around(self, transport: DistributedTransport, epoch: int) -> None:
+        """In a collective that does not end at once: is a neighbour gone, or somebody in a step instead?"""
+        parent, children = transport.family()
+        transport.pulse.notice([*children, *([] if parent is None else [parent])])
+        for record in transport.pulse.all_ended():
+            self._blame(transport, epoch, record)
+        folder, name = meeting_folder(transport.meetings), transport.in_collective
+        if not self._called:
+            self._called = True
+            self._store.first(f"{folder}/called", json.dumps([transport.rank, transport.epoch, name]).encode())
+        if self._store.check(f"{folder}/declined"):
+            self._blame(transport, epoch, FailureRecord.decode(self._store.get(f"{folder}/declined", _TICK)))
+        if transport.epoch == 0 and self._store.check("device types"):
+            try:
+                transport._raise_if_unlike(_TICK)
+            except RanksDisagree as error:
+                transport.break_connections(FailureRecord(NOBODY, cause=str(error)))
 
     def _look_for_meetings(self, transport: DistributedTransport, epoch: int) -> None:
         """A rank that waits at the next meeting with fewer steps behind it will never come to this step."""
@@ -100,8 +128,9 @@ class Watcher(BellThread):
         called = self._store.get(f"{folder}/called", _TICK)
         rank, steps, name = read(called, tuple[int, int, str], "who called a meeting")
         if steps < epoch and rank != transport.rank:
-            self._store.decline(folder, FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name}"))
-            self._blame(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}"))
+            declined = FailureRecord(transport.rank, cause=f"it is in step {epoch} instead of {name!r}")
+            self._store.first(f"{folder}/declined", declined.encode())
+            self._blame(transport, epoch, FailureRecord(rank, cause=f"after step {steps} it went to {name!r}"))
 
     def _tell(self, transport: DistributedTransport, epoch: int, record: FailureRecord) -> None:
         if self._epoch == epoch and epoch and transport.failed is None:
@@ -116,7 +145,7 @@ class Watcher(BellThread):
         elif now > self._left_since + _GRACE and self._epoch == epoch and transport.failed is not None:
             self._left_since = float("inf")
             with suppress(TransportError):  # first the reason: others see that the connections end, and ask why
-                self._store.first(failure_key(epoch), transport.failed.encode())
+                self._store.first(transport.failure_key, transport.failed.encode())
             transport.break_connections(transport.failed)
 
     def _hear_signals(self, transport: DistributedTransport, numbers: bytes) -> None:
@@ -130,6 +159,7 @@ class Watcher(BellThread):
             return
         self._interrupts += interrupts
         record = FailureRecord(transport.rank, cause="KeyboardInterrupt: interrupted by SIGINT")
-        self._store.first(failure_key(self._epoch), record.encode())
+        if transport.in_collective is None or self._interrupts > 1:  # a collective goes on to its end, if it can
+            self._store.first(transport.failure_key, record.encode())
         if self._interrupts > 1:
             transport.break_connections(record)
