@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock.capture import SplitPoint
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import BalanceError, PenstockError, StageError
+from penstock.errors import BalanceError, PenstockError, RunError, StageError
 from tests.front.models import WithLoss, Words, batch, loss_fn, make, train_plainly
 
 STEPS = 3
@@ -409,3 +409,29 @@ def test_evaluation_under_autocast() -> None:
     for found in penstock.LocalWorld(2).run(run):
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
     assert plain[0] != plain[1]
+
+
+def test_the_loss_is_a_tensor_on_every_rank_and_loss_factor_scales_gradients_alone() -> None:
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
+
+    def rank(transport: LocalTransport) -> tuple[float | None, float, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = penstock.Pipeline(
+            model, (x,), loss_fn=nn.functional.mse_loss, schedule="1f1b", microbatches=4, group=transport
+        )
+        pipe.step(x, target=y)
+        once = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+        pipe.zero_grad()
+        for _ in range(2):
+            result = pipe.step(x, target=y, loss_factor=0.5)
+        for one, p in zip(once, pipe.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, one)
+        assert result.loss_tensor is not None
+        assert result.loss_tensor.shape == ()
+        with pytest.raises(RunError, match="loss_factor"):
+            pipe.step(x, target=y, loss_factor="half")  # type: ignore[arg-type]
+        return result.loss, result.loss_tensor.item(), once
+
+    for loss, tensor, _ in LocalWorld(2).run(rank):
+        assert loss == tensor

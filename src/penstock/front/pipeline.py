@@ -473,10 +473,10 @@ class Pipeline(OwnStages):
         scaled = batch.train and self._of_steps.loss_scale is not None
         overflow = norm.overflow(self._gradients(), self._ends.device) if scaled else None
         shares = self._of_steps.share_loss and batch.loss_fn is not None
-        read, overflown = self._telling.tell(outcome, batch, shares=shares, overflow=overflow)
+        read, loss, overflown = self._telling.tell(outcome, batch, shares=shares, overflow=overflow)
         if overflown is not None:
             norm.spoil_if(overflown, self._gradients())
-        return Result(read, deliver(self._ends, value, outputs, last=self._last_rank))
+        return Result(read, deliver(self._ends, value, outputs, last=self._last_rank), loss)
 
 
 def check_loss(schedule: Schedule, name: str, target: object, loss_kwargs: object) -> None:

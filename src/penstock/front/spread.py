@@ -34,9 +34,10 @@ from penstock.stage.boundary import Spec, flatten, unflatten
 
 Where = Literal["all", "last"] | int | None  # on which ranks the outputs are wanted
 Numbers = tuple[float | None, tuple[float, ...]]
-Told = tuple[Callable[[], Numbers], Tensor | None]
+Told = tuple[Callable[[], Numbers], Tensor | None, Tensor | None]
 """What all ranks know after a step. What reads the loss of the batch and of each microbatch: on a device the host waits for them
-then. And whether gradients overflowed on any rank, as a number more than 0; None: nobody asked."""
+then. The loss of the batch as a tensor; None where it is not known. And whether gradients overflowed on any rank, as a number
+more than 0; None: nobody asked."""
 
 
 class Result:
@@ -50,9 +51,11 @@ class Result:
 
     outputs: Value  # of the model, on the ranks that asked for them
 
-    def __init__(self, read: Callable[[], Numbers], outputs: Value = None) -> None:
+    loss_tensor: Tensor | None  # the loss of the whole batch, of no dimension, on the device; no host waits for it
+
+    def __init__(self, read: Callable[[], Numbers], outputs: Value = None, loss_tensor: Tensor | None = None) -> None:
         self._read = read
-        self.outputs = outputs
+        self.outputs, self.loss_tensor = outputs, loss_tensor
 
     @cached_property
     def _numbers(self) -> Numbers:
@@ -98,7 +101,10 @@ class Telling:
             total, *numbers = self._transport.read(told if shares else mine) if is_known else (None,)
             return total, tuple(numbers)
 
-        return read, overflow
+        loss = None
+        if is_known:  # a copy: what was told may be on its way to other ranks
+            loss = (told if shares else mine)[0].to(self._ends.device, copy=True)
+        return read, loss, overflow
 
     def _loss_of_all(self, outcome: Outcome, count: int) -> Tensor:
         """The loss of the batch, then those of the microbatches; where this rank knows of none, no numbers."""

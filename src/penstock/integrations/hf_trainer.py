@@ -21,7 +21,7 @@ from penstock.checkpoint.weight_files import open_weights
 from penstock.errors import RunError
 from penstock.front.companions import same_random_numbers
 from penstock.front.loading import copy_state
-from penstock.front.spread import Where
+from penstock.front.spread import Result, Where
 from penstock.integrations.adapters import adapter_weights, is_adapted
 from penstock.integrations.data_numbers import DataNumbers, draw_from
 from penstock.integrations.hf_batches import ITEMS, count_labels
@@ -214,17 +214,20 @@ class PipelineTrainer(_Trainer):  # type: ignore[misc]  # transformers has no ty
         part = self.pipe.num_replicas if items is not None and self.args.average_tokens_across_devices else 1
         if return_outputs:
             result = self.pipe.evaluate(**batch, outputs=self._outputs)
-            assert result.loss is not None
             outputs = {} if result.outputs is None else without_loss(result.outputs)
-            return torch.tensor(result.loss * part, device=self.args.device), outputs
+            return self._on_device(result, part), outputs
         scaled = self.loss_is_scaled_for_ga  # else the Trainer divides what is returned, by the batches of a step
         if scaled is None:
             divided = self.model_accepts_loss_kwargs and items is not None
             scaled = divided or self.compute_loss_func is not None
         self.pipe.train()
         result = self.pipe.step(**batch, loss_factor=part if scaled else 1 / self.current_gradient_accumulation_steps)
-        assert result.loss is not None
-        return torch.tensor(result.loss * part if scaled else result.loss, device=self.args.device)
+        return self._on_device(result, part if scaled else 1)
+
+    def _on_device(self, result: Result, part: float) -> Tensor:
+        """The loss where the Trainer adds it up; the host does not wait for it."""
+        assert result.loss_tensor is not None, "losses are shared"
+        return (result.loss_tensor * part).to(self.args.device, torch.get_default_dtype())
 
     def prediction_step(
         self, model: object, inputs: Value, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -143,8 +143,8 @@ class LoggedSteps:
         run = self.pipe.step if method == "training_step" else self.pipe.evaluate
         result = run(*args, target=self._target(batch, kwargs), **kwargs)
         self._tell()
-        assert result.loss is not None
-        return torch.tensor(result.loss * divide, device=self.module.device)
+        assert result.loss_tensor is not None, "losses are shared"
+        return (result.loss_tensor * divide).to(self.module.device, torch.get_default_dtype())
 
     def whole(self, method: str, batch: Value, *rest: Value) -> Value:
         """What the step makes of the model's output for the whole batch, on every rank."""

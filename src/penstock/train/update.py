@@ -162,7 +162,7 @@ class Unpipelined:
             losses[microbatch] = loss.item()
         self.steps += 1
         mean = sum(share * loss for share, loss in zip(shares, losses, strict=True))
-        return Result(lambda: (mean, tuple(losses)))
+        return Result(lambda: (mean, tuple(losses)), loss_tensor=torch.tensor(mean, device=self.device))
 
     def loss(self, output: Value, target: Value) -> Tensor:
         if self.update.job.loss_fn is None:
