@@ -19,9 +19,8 @@ PENSTOCK = SOURCE / "penstock"
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "checks": ("errors",),
-    "misfits": ("checks",),
     # the planning half
-    "plan": ("misfits",),
+    "plan": ("checks",),
     "schedules": ("plan",),
     "simulate": ("schedules",),
     "lower": ("simulate",),
@@ -50,7 +49,6 @@ ANNOTATIONS = {"errors": ("penstock.plan.Plan",)}  # imported for type checkers 
 TORCH_FREE = (
     "errors",
     "checks",
-    "misfits",
     "plan",
     "schedules",
     "lower",
@@ -175,9 +173,9 @@ def test_the_root_imports_nothing_from_the_top() -> None:
     [
         ("plan", "import torch.nn", "free of torch"),
         ("plan", "def f():\n    from torch import nn", "free of torch"),
-        ("plan", "from penstock.schedules import gpipe", "plan may import checks, errors, misfits"),
-        ("plan", "from ..lower import passes", "plan may import checks, errors, misfits"),
-        ("plan", "from penstock import Pipeline", "plan may import checks, errors, misfits"),
+        ("plan", "from penstock.schedules import gpipe", "plan may import checks, errors"),
+        ("plan", "from ..lower import passes", "plan may import checks, errors"),
+        ("plan", "from penstock import Pipeline", "plan may import checks, errors"),
         ("show", "import importlib\nimportlib.import_module('penstock.run')", "show may import"),
         ("run", "import penstock.cli.main", "run may import"),
         ("cli", "from penstock.compat import schedules", "cli may import"),

@@ -16,7 +16,6 @@ import penstock
 INSIDE = {
     "__main__",
     "checks",
-    "misfits",
     "cli",
     "compat",
     "dtypes",

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.checks import fits
+from penstock.checks import check_types, fits
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError, PlanError, RunError
-from penstock.misfits import takes
 from penstock.plan import pack, unpack
 from penstock.run.lookout import FOLDER, read_folder
 from penstock.simulate import simulate
@@ -162,8 +161,8 @@ def test_numbers_without_end(tmp_path: Path) -> None:
 
 
 def test_only_what_does_not_fit_is_blamed() -> None:
-    @takes(PlanError)
     def halve(number: int, *, names: list[str] | None = None) -> float:
+        check_types("halve", PlanError, number=(number, int), names=(names, list[str] | None))
         raise ZeroDivisionError("inside")
 
     with pytest.raises(PlanError, match=r"halve\(number='x'\); expected int"):
@@ -172,8 +171,8 @@ def test_only_what_does_not_fit_is_blamed() -> None:
         halve(3, names=[1])  # type: ignore[list-item]
     with pytest.raises(ZeroDivisionError):
         halve(3, names=["a"])
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        halve()  # type: ignore[call-arg]
+    with pytest.raises(PlanError, match=r"draw\(plan=3\); expected Plan \| None"):
+        check_types("draw", PlanError, plan=(3, penstock.Plan | None))
     assert fits((1, "a"), tuple[int, str])
     assert not fits((1, 2), tuple[int, str])
     assert not fits("ab", list[str])

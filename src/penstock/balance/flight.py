@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Final
 
+from penstock.checks import check_types
 from penstock.errors import BalanceError
-from penstock.misfits import takes
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 
@@ -16,7 +16,6 @@ _ROUNDING = 1e-9  # of sums of sizes
 _CHANGES: Final[dict[int, tuple[int, int]]] = {Op.F: (1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.B: (-1, 0)}
 
 
-@takes(BalanceError)
 def in_flight(plan: Plan, microbatches: Sequence[float] | None = None) -> list[tuple[int, int]]:
     """For each stage the most microbatches between F and I (or B), and the most between I and W.
 
@@ -28,6 +27,7 @@ def in_flight(plan: Plan, microbatches: Sequence[float] | None = None) -> list[t
     The two need not fall on the same moment, nor those of two stages of a rank, so the memory that `balance` computes
     from them is enough, and may be more than the plan ever holds.
     """
+    check_types("in_flight", BalanceError, plan=(plan, Plan), microbatches=(microbatches, Sequence[float] | None))
     sizes = microbatches or (1.0,) * plan.num_microbatches
     held = [[0.0, 0.0] for _ in range(plan.num_stages)]
     most = [[0.0, 0.0] for _ in range(plan.num_stages)]

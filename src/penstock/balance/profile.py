@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.checks import check_types
 from penstock.errors import BalanceError
-from penstock.misfits import takes
 from penstock.plan.reading import read_text, write_text
 
 _FORMAT = "penstock-profile"
@@ -81,7 +82,6 @@ class LayerCost:
 _TIMES, _BYTES = ([field.name for field in fields(LayerCost) if field.type == kind] for kind in ("float", "int"))
 
 
-@takes(BalanceError)
 @dataclass(frozen=True)
 class Profile:
     """The layers of a model in the order in which they run, with what they cost.
@@ -102,6 +102,10 @@ class Profile:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types("Profile", BalanceError, layers=(self.layers, Sequence[LayerCost]))
+        check_types("Profile", BalanceError, shared_parameters=(self.shared_parameters, Mapping[str, int]))
+        check_types("Profile", BalanceError, crossing_bytes=(self.crossing_bytes, Sequence[int] | None))
+        check_types("Profile", BalanceError, metadata=(self.metadata, Mapping))
         object.__setattr__(self, "layers", tuple(self.layers))
         for name in ("shared_parameters", "metadata"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
@@ -161,6 +165,7 @@ class Profile:
     @classmethod
     def loads(cls, text: str) -> Profile:
         """Read what `dumps` wrote."""
+        check_types("Profile.loads", BalanceError, text=(text, str | bytes))
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -177,14 +182,15 @@ class Profile:
         except (TypeError, AttributeError) as error:
             raise BalanceError(f"the profile has an entry of another kind than expected: {error}") from error
 
-    @takes(BalanceError)
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
+        check_types("Profile.save", BalanceError, path=(path, str | PathLike))
         write_text(path, self.dumps(), BalanceError)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile from a JSON file."""
+        check_types("Profile.load", BalanceError, path=(path, str | PathLike))
         hint = "; expected a profile, a line for each layer"
         return cls.loads(read_text(path, BalanceError, limit=_LARGEST, hint=hint))
 

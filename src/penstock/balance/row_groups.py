@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.checks import check_types
 from penstock.errors import BalanceError, SplitError
-from penstock.misfits import takes
 
 _ROUNDING = 1e-12
 _TRIES = 20_000  # rows put somewhere, while a way to keep to a limit is looked for: a fraction of a second
@@ -50,7 +50,6 @@ def attention(width: float) -> Callable[[int], float]:
     return lambda length: length * (1.0 + length / (6.0 * width))
 
 
-@takes(BalanceError)
 def group_rows(
     lengths: Sequence[int],
     num_microbatches: int,
@@ -66,6 +65,8 @@ def group_rows(
     >>> group_rows([8, 1, 1, 6, 2, 2], 2).rows
     ((0, 5), (1, 2, 3, 4))
     """
+    check_types("group_rows", BalanceError, lengths=(lengths, Sequence[float]), cost=(cost, Callable))
+    check_types("group_rows", BalanceError, num_microbatches=(num_microbatches, int), longest=(longest, float | None))
     if not 1 <= num_microbatches <= len(lengths):
         raise SplitError(
             f"{len(lengths)} rows for {num_microbatches} microbatches; expected at least one row for each, and one microbatch"

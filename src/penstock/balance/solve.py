@@ -13,15 +13,14 @@ from penstock.balance.no_room import average_excess, heaviest, no_room
 from penstock.balance.problem import Problem
 from penstock.balance.profile import Profile
 from penstock.balance.repair import Objective, repaired
+from penstock.checks import check_types
 from penstock.errors import BalanceError
-from penstock.misfits import takes
 from penstock.plan import Placement
 from penstock.simulate import Link
 
 InFlight = int | tuple[int, int]
 
 
-@takes(BalanceError)
 def balance(
     profile: Profile,
     num_stages: int,
@@ -65,6 +64,11 @@ def balance(
     share) all cuts are tried if they are few; else that cut is improved by local search, and `exact` is False. Raises
     BalanceError when no cut is found, and says why.
     """
+    check_types("balance", BalanceError, profile=(profile, Profile), links=(links, Sequence[Link]))
+    check_types("balance", BalanceError, optimizer_bytes_per_parameter_byte=(optimizer_bytes_per_parameter_byte, float))
+    check_types("balance", BalanceError, memory_limit=(memory_limit, float | Sequence[float] | None))
+    check_types("balance", BalanceError, bandwidth=(bandwidth, float | None))
+    check_types("balance", BalanceError, rank_times=(rank_times, Sequence[float] | None))
     stage_ranks = placement_ranks(placement, num_stages, num_ranks=num_ranks)
     if num_stages > len(profile.layers):
         raise BalanceError(
@@ -97,7 +101,6 @@ def balance(
     )
 
 
-@takes(BalanceError)
 def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 2.0) -> tuple[int, ...]:
     """Where the stages begin in the cut whose fullest rank holds least, to a hundredth, with one microbatch on each stage.
 
@@ -106,6 +109,8 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     >>> leanest(profile, Placement.loop(2)), balance(profile, 2).boundaries
     ((3,), (2,))
     """
+    check_types("leanest", BalanceError, profile=(profile, Profile), placement=(placement, Placement))
+    check_types("leanest", BalanceError, optimizer_bytes=(optimizer_bytes, float))
     factor = _positive("optimizer_bytes", optimizer_bytes, zero=True) + 2
     ranks, in_flight = placement.ranks, _in_flight(None, placement.num_stages)
     ways, weights = _bandwidths(ranks, None, ()), _weights(ranks, "stage", None)
@@ -122,7 +127,6 @@ def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 
     return best
 
 
-@takes(BalanceError)
 def placement_ranks(
     placement: Literal["loop", "v"] | Placement | Sequence[int], num_stages: int, *, num_ranks: int | None = None
 ) -> tuple[int, ...]:
@@ -131,6 +135,8 @@ def placement_ranks(
     >>> placement_ranks("loop", 4, num_ranks=2), placement_ranks("v", 4, num_ranks=2)
     ((0, 1, 0, 1), (0, 1, 1, 0))
     """
+    check_types("placement_ranks", BalanceError, num_stages=(num_stages, int), num_ranks=(num_ranks, int | None))
+    check_types("placement_ranks", BalanceError, placement=(placement, str | Placement | Sequence[int]))
     if num_stages < 1:
         raise BalanceError(f"num_stages is {num_stages}, expected at least 1")
     if num_ranks is not None and not 1 <= num_ranks <= num_stages:

@@ -21,8 +21,8 @@ from penstock.balance import LayerCost, Profile, balance
 from penstock.capture.export import has_no_data
 from penstock.capture.marks import pipe_split, submodule
 from penstock.capture.stage_state import owner_of
+from penstock.checks import check_types
 from penstock.errors import CaptureError, UnverifiedSplit
-from penstock.misfits import takes
 from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.buffers import remember
 from penstock.stage.digest import model_digest
@@ -50,7 +50,6 @@ class PipeSequential(nn.Sequential):
         return value
 
 
-@takes(CaptureError)
 class ListStage(nn.Module):
     """Some submodules of a model, called in order; parameters keep their names in the model.
 
@@ -61,6 +60,7 @@ class ListStage(nn.Module):
     cut_from: str = ""  # the whole model in a few words, which ranks compare before their first step
 
     def __init__(self, modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> None:
+        check_types("ListStage", CaptureError, modules=(modules, Mapping[str, nn.Module]), calls=(calls, Mapping))
         super().__init__()
         self.order = tuple(modules)
         self.calls = {name: call for name, call in calls.items() if name in modules}
@@ -78,7 +78,6 @@ class ListStage(nn.Module):
         return given
 
 
-@takes(CaptureError)
 def split_modules(
     model: nn.Module,
     names: Sequence[str],
@@ -99,6 +98,8 @@ def split_modules(
     ``{"layers.0": lambda layer, x: layer(x)[0]}``; a key may be a pattern, ``"layers.*"``. The model is not changed,
     and its parameters are not copied.
     """
+    check_types("split_modules", CaptureError, model=(model, nn.Module), names=(names, Sequence[str]))
+    check_types("split_modules", CaptureError, num_stages=(num_stages, int), calls=(calls, Mapping | None))
     if len(set(names)) != len(names):
         raise CaptureError(f"a submodule is named twice in {list(names)}")
     if not 1 <= num_stages <= len(names):
@@ -210,10 +211,13 @@ class Tie:
     holders: tuple[tuple[int, str], ...]  # (stage, name in that stage)
 
 
-@takes(CaptureError)
 def tie(holders: Iterable[tuple[int, str]]) -> Tie:
     """Say that parameters of several stages are one: ``tie([(0, "embed.weight"), (3, "head.weight")])``."""
-    found = tuple(sorted((int(stage), str(name)) for stage, name in holders))
+    try:
+        found = tuple(sorted((int(stage), str(name)) for stage, name in holders))
+    except (TypeError, ValueError):
+        check_types("tie", CaptureError, holders=(holders, Iterable[tuple[int, str]]))
+        raise
     if len({stage for stage, _ in found}) < 2:
         raise CaptureError(
             f"tie takes parameters of at least two stages, got {list(found)}; write [(0, 'a.weight'), (3, 'b.weight')]"
@@ -221,12 +225,12 @@ def tie(holders: Iterable[tuple[int, str]]) -> Tie:
     return Tie(found)
 
 
-@takes(CaptureError)
 def find_ties(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """Parameters that several stages of one process hold as one object.
 
     find_ties([first, middle, last])
     """
+    check_types("find_ties", CaptureError, stages=(stages, Sequence[nn.Module]))
     holders: dict[int, list[tuple[int, str]]] = {}
     for k, stage in enumerate(stages):
         for name, value in stage.named_parameters():

@@ -41,8 +41,8 @@ from penstock.capture.pipe import MultiUseParameterConfig, Pipe, PipeInfo, find_
 from penstock.capture.retrace import Retracer
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import StateNames, assign, find_shared, named_state
+from penstock.checks import check_types
 from penstock.errors import CaptureError, UnverifiedSplit
-from penstock.misfits import takes
 from penstock.nest import Value, leaf_names, map_tensors, tensors_in
 from penstock.stage.digest import model_digest
 from penstock.stage.inference import refuse_inference_mode
@@ -52,7 +52,6 @@ ChooseCuts = Callable[[Traced, int], Sequence[int]]
 ENOUGH = 0.3  # seconds for one layer
 
 
-@takes(CaptureError)
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Value, ...] = (),
@@ -87,6 +86,15 @@ def pipeline(
     A later stage that reads an argument of the model takes it from the call on its own rank; with `arguments_from_first`
     from the first stage, which sends it on, so that the other ranks need not have it.
     """
+    check_types("pipeline", CaptureError, module=(module, nn.Module), mb_args=(mb_args, tuple | list))
+    check_types(
+        "pipeline", CaptureError, mb_kwargs=(mb_kwargs, Mapping | None), split_spec=(split_spec, Mapping | None)
+    )
+    check_types(
+        "pipeline", CaptureError, split_policy=(split_policy, Callable | None), num_stages=(num_stages, int | None)
+    )
+    check_types("pipeline", CaptureError, profile=(profile, Profile | str | Path | None))
+    check_types("pipeline", CaptureError, dynamic_shapes=(dynamic_shapes, Mapping | None))
     if num_stages is not None and split_spec:
         raise CaptureError("give either num_stages= (cut by cost) or split_spec= (cut where it says), not both")
     if num_stages is not None and num_stages < 1:
@@ -181,7 +189,6 @@ def _assembled(
     return Pipe(stages, info)
 
 
-@takes(CaptureError)
 def profile(
     model: torch.nn.Module,
     example: tuple[object, ...] = (),
@@ -205,6 +212,12 @@ def profile(
     warm-up, in seconds. A bar shows the progress on a terminal (`progress`: always or never). The model, its gradients
     and the random state stay as they are. `options` go to the capture.
     """
+    check_types(
+        "profile", CaptureError, model=(model, nn.Module), example=(example, tuple | list), repeats=(repeats, int)
+    )
+    check_types("profile", CaptureError, example_kwargs=(example_kwargs, Mapping | None), num_stages=(num_stages, int))
+    check_types("profile", CaptureError, loss_fn=(loss_fn, Callable | None), device=(device, torch.device | str | None))
+    check_types("profile", CaptureError, progress=(progress, bool | int | None))
     if repeats < 1:
         raise CaptureError(f"repeats={repeats}; expected at least 1")
     there = device_of(p for p in model.parameters() if not has_no_data(p)) if device is None else device
@@ -227,6 +240,7 @@ def capture_layers(
 
     layers, places = capture_layers(model, (x,))
     """
+    check_types("capture_layers", CaptureError, num_stages=(num_stages, int))
     found: list[tuple[int, str]] = []
 
     def everywhere(flat: Traced, _: int) -> list[int]:

@@ -32,8 +32,8 @@ from penstock.capture.flat import is_size
 from penstock.capture.graph_work import ExampleSizes, decided_by_data
 from penstock.capture.place import inseparable
 from penstock.capture.stage_state import StateNames
+from penstock.checks import check_types
 from penstock.errors import CaptureError, PenstockError, UnevenCut
-from penstock.misfits import takes
 from penstock.nest import Value, tensors_in
 
 Where = Sequence[tuple[int, str]]  # cuts: positions in the graph, and the names of the operators there
@@ -94,12 +94,12 @@ def unevenness(profile: Profile, boundaries: Sequence[int]) -> str:
     )
 
 
-@takes(CaptureError)
 def warn_if_uneven(profile: Profile, boundaries: Sequence[int]) -> str:
     """Say it, once for all ranks, of cuts that penstock chose.
 
     warn_if_uneven(profile, [3, 6, 9])  # what it says, or ""
     """
+    check_types("warn_if_uneven", CaptureError, profile=(profile, Profile), boundaries=(boundaries, Sequence[int]))
     text = unevenness(profile, boundaries)
     total = sum(layer.total for layer in profile.layers)
     heavy = "estimated" in profile.metadata or total > _NOTICEABLE * (len(boundaries) + 1)

@@ -19,12 +19,11 @@ from penstock.capture.load_state import materialise
 from penstock.capture.one_layer import Layer, LayerSetting, Measured, address_of, moved
 from penstock.capture.pipe import Pipe, PipeInfo
 from penstock.capture.stage_module import StageModule
+from penstock.checks import check_types
 from penstock.errors import CaptureError
-from penstock.misfits import takes
 from penstock.nest import Value
 
 
-@takes(CaptureError)
 def profile_layers(
     layers: Pipe, where: Sequence[tuple[int, str]] | None, setting: LayerSetting, *, progress: bool | None = None
 ) -> Profile:
@@ -32,6 +31,7 @@ def profile_layers(
 
     profile_layers(*capture_layers(model, (x,), {}, num_stages=8), LayerSetting((x,), {}, torch.device("cpu")))
     """
+    check_types("profile_layers", CaptureError, layers=(layers, Pipe), setting=(setting, LayerSetting))
     info, stages = layers.info(), [layers.get_stage_module(k) for k in range(layers.num_stages)]
     shared = {n: stages[one.owner].get_parameter(one.name) for n, one in info.shared.items() if one.is_parameter}
     taken = {id(value): name for name, value in shared.items()}
@@ -140,12 +140,12 @@ def signature(stage: StageModule) -> object:
     return stage.is_last, wires, tuple(rows)
 
 
-@takes(CaptureError)
 def layer_names(stages: Sequence[StageModule]) -> list[str]:
     """A name for each stage of a model that is cut in layers: the module in which it begins.
 
     layer_names(capture_layers(model, (x,))[0])  # ["embed", "layers.0", ...]
     """
+    check_types("layer_names", CaptureError, stages=(stages, Sequence[StageModule]))
     nodes = [[node for node in stage.graph.nodes if node.op == "call_function"] for stage in stages]
     return numbered([[node.meta.get("path", "") for node in one] for one in nodes])
 

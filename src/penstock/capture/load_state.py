@@ -21,8 +21,8 @@ from penstock.capture.export import has_no_data, without_values
 from penstock.capture.stage_module import StageModule
 from penstock.capture.stage_state import transient_names
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
+from penstock.checks import check_types
 from penstock.errors import CaptureError
-from penstock.misfits import takes
 
 Fill = Callable[[str, torch.Tensor], object]
 Stages = nn.Module | Iterable[nn.Module]
@@ -46,7 +46,6 @@ class LoadReport:
         return "\n".join(lines)
 
 
-@takes(CaptureError)
 def materialise(
     stages: nn.Module | Iterable[nn.Module],
     source: Source | None = None,
@@ -61,6 +60,10 @@ def materialise(
     `strict`, anything on the meta device that gets no value is an error. Stages that share a parameter and are given
     together go on sharing it. Nothing is changed before all of it has been read and checked.
     """
+    check_types(
+        "materialise", CaptureError, stages=(stages, nn.Module | Iterable[nn.Module]), strict=(strict, bool | int)
+    )
+    check_types("materialise", CaptureError, device=(device, torch.device | str), fill=(fill, Callable | None))
     report, change = to_materialise(stages, source, device=device, fill=fill, strict=strict)
     change()
     return report
@@ -107,7 +110,6 @@ def _with_memory(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-@takes(CaptureError)
 def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
     """Copy values by name from a state dict, a file of safetensors or torch, several, a folder of them, or a checkpoint.
 
@@ -115,6 +117,7 @@ def load(stages: nn.Module | Iterable[nn.Module], source: Source) -> LoadReport:
 
     Nothing is changed before all of it has been read and checked.
     """
+    check_types("load", CaptureError, stages=(stages, nn.Module | Iterable[nn.Module]))
     modules, weights = _stage_modules(stages), open_weights(source)
     report, spelled = _checked(modules, weights)
     _copy(modules, weights, spelled)

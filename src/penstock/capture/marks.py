@@ -33,8 +33,8 @@ from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 
+from penstock.checks import check_types
 from penstock.errors import CaptureError
-from penstock.misfits import takes
 
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define("mark(str what) -> ()")
@@ -88,12 +88,14 @@ def pipe_split() -> None:
         mark("pipe_split()")
 
 
-@takes(CaptureError)
 def annotate_split_points(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     """Remember cuts for a later ``pipeline(module, ...)``. The module itself stays as it is.
 
     annotate_split_points(model, {"layers.4": SplitPoint.BEGINNING})
     """
+    check_types(
+        "annotate_split_points", CaptureError, module=(module, nn.Module), spec=(spec, Mapping[str, SplitPoint])
+    )
     for name, point in spec.items():
         target = submodule(module, name)
         _annotated[target] = _annotated.get(target, frozenset()) | {point}

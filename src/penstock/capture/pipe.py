@@ -30,8 +30,8 @@ from penstock.capture.model_values import model_values
 from penstock.capture.stage_module import StageModule, run_stages
 from penstock.capture.stage_state import Shared
 from penstock.capture.wires import Wire
+from penstock.checks import check_types
 from penstock.errors import CaptureError
-from penstock.misfits import takes
 from penstock.nest import Nesting, Value, leaf_names, named
 from penstock.stage.pipeline_stage import Group, PipelineStage
 
@@ -160,7 +160,6 @@ class StageRoutes(PipeInfo):
         )
 
 
-@takes(CaptureError)
 class CapturedStage(PipelineStage):
     """A stage around a captured module: it reads what its wires say, not all that the stage before returns.
 
@@ -177,12 +176,15 @@ class CapturedStage(PipelineStage):
         device: torch.device | str,
         group: Group = None,
     ) -> None:
+        check_types(
+            "CapturedStage", CaptureError, stage_module=(stage_module, StageModule), pipe_info=(pipe_info, PipeInfo)
+        )
+        check_types("CapturedStage", CaptureError, device=(device, torch.device | str))
         super().__init__(stage_module.to(device), stage_index, pipe_info.num_stages, device, group=group)
         self.routes = StageRoutes.of(pipe_info, stage_index)
         self.pipe_info = pipe_info
 
 
-@takes(CaptureError)
 def build_stage(
     stage_module: StageModule, stage_index: int, pipe_info: PipeInfo, device: torch.device | str, group: Group = None
 ) -> CapturedStage:
@@ -203,7 +205,6 @@ class MultiUseParameterConfig(Enum):
     REPLICATE = 2  # every stage that uses it holds it; their gradients are summed
 
 
-@takes(CaptureError)
 class Pipe(nn.Module):
     """The stages of a captured model, together.
 
@@ -212,6 +213,7 @@ class Pipe(nn.Module):
     """
 
     def __init__(self, stages: Sequence[StageModule], info: PipeInfo) -> None:
+        check_types("Pipe", CaptureError, stages=(stages, Sequence[StageModule]), info=(info, PipeInfo))
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._info = info

@@ -24,8 +24,8 @@ from penstock.capture.model_values import model_values
 from penstock.capture.retrace import Retracer
 from penstock.capture.stage_state import StateNames, owner_of
 from penstock.capture.wires import Fixed, Key, Wire, misfit, where
+from penstock.checks import check_types
 from penstock.errors import CaptureError, ShapeError
-from penstock.misfits import takes
 from penstock.nest import Kind, Value
 
 
@@ -38,7 +38,6 @@ def run_stages(stages: Iterable[StageModule], values: dict[str, Value]) -> tuple
     return results
 
 
-@takes(CaptureError)
 class StageModule(nn.Module):
     """A stage: its parameters and buffers under the names of the user's model, and its part of the graph.
 
@@ -50,6 +49,7 @@ class StageModule(nn.Module):
     _anchor: torch.Tensor  # has no elements; goes wherever the module goes
 
     def __init__(self, index: int, num_stages: int, *, piece: StagePiece, source: Retracer, again: bool = True) -> None:
+        check_types("StageModule", CaptureError, piece=(piece, StagePiece), source=(source, Retracer))
         super().__init__()
         self.stage_index = index
         self.num_stages = num_stages

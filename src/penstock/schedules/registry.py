@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from penstock.checks import check_types
 from penstock.errors import PlanError, UnknownNameError
-from penstock.misfits import takes
 from penstock.plan import Placement, Plan, StageGraph
 from penstock.plan.actions import MAX_MICROBATCH, MAX_STAGE
 from penstock.plan.lists import Lists
@@ -110,12 +110,12 @@ def _fold(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum()).removeprefix("schedule")
 
 
-@takes(PlanError)
 def register(recipe: Recipe) -> Recipe:
     """Make a schedule known to `get_schedule`, the command line and the gallery. The same name again replaces it.
 
     register(Recipe("mine", "what it is", rank_actions, stages_per_rank=1))
     """
+    check_types("register", PlanError, recipe=(recipe, Recipe))
     spellings = {_fold(spelling): spelling for spelling in (recipe.name, *recipe.aliases)}
     for folded, spelling in spellings.items():
         other = _BY_SPELLING.get(folded, recipe)

@@ -31,15 +31,14 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import inf
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.search.job import SearchJob
 from penstock.search.whole_numbers import within
 
 _Item = tuple[float, float]  # the time that it takes, the memory that it needs
 
 
-@takes(PlanError)
 def floor(job: SearchJob) -> float:
     """No schedule ends before, with these costs, this placement, and this memory on each rank.
 
@@ -49,6 +48,7 @@ def floor(job: SearchJob) -> float:
     >>> [round(4 * floor(SearchJob.of(Placement.loop(8, 4), 24, costs, memory))) - 288 for memory in (8, 5)]
     [7, 19]
     """
+    check_types("floor", PlanError, job=(job, SearchJob))
     ways = _Ways(job)
     return max([ways.alone, *(_of_rank(job, ways, rank) for rank in range(job.placement.num_ranks))])
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Placement, Plan
 from penstock.schedules import all_schedules
 from penstock.search.job import held_by_one
@@ -55,7 +55,6 @@ class Front(NamedTuple):
     known: tuple[Point, ...]
 
 
-@takes(PlanError)
 def front(
     num_ranks: int,
     num_microbatches: int,
@@ -78,6 +77,10 @@ def front(
     >>> [(point.memory, point.makespan) for point in front(2, 4, costs, limits=(1, 2, 4), tries=20).searched]
     [(1.0, 16.5), (2.0, 12.5)]
     """
+    check_types("front", PlanError, num_ranks=(num_ranks, int), num_microbatches=(num_microbatches, int))
+    check_types("front", PlanError, costs=(costs, Costs), limits=(limits, Sequence[float] | None), tries=(tries, int))
+    check_types("front", PlanError, exact=(exact, float | None))
+    check_types("front", PlanError, placement=(placement, Placement | str | None), progress=(progress, Callable | None))
     placements = placements_of(placement, num_ranks, costs.num_stages)
     known = _known(num_ranks, num_microbatches, costs)
     searching = partial(search, num_ranks, num_microbatches, costs, tries=tries, exact=exact, seed=seed)

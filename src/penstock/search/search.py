@@ -8,15 +8,14 @@ from itertools import chain
 from math import inf
 from typing import Literal
 
+from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.misfits import takes
 from penstock.plan import Placement, StageGraph, check
 from penstock.search.job import SearchJob
 from penstock.search.lane import Lane, Searched
 from penstock.simulate import Costs
 
 
-@takes(PlanError)
 def search(
     num_ranks: int,
     num_microbatches: int,
@@ -47,6 +46,13 @@ def search(
     >>> found.gap, max(found.timeline.peak_memory) <= 8
     (0.0, True)
     """
+    check_types("search", PlanError, num_ranks=(num_ranks, int), num_microbatches=(num_microbatches, int))
+    check_types("search", PlanError, costs=(costs, Costs), graph=(graph, StageGraph | None), seed=(seed, int))
+    check_types("search", PlanError, memory_limit=(memory_limit, float | Sequence[float] | None), tries=(tries, int))
+    check_types("search", PlanError, exact=(exact, float | None), reorder=(reorder, bool | int))
+    check_types(
+        "search", PlanError, placement=(placement, Placement | str | None), progress=(progress, Callable | None)
+    )
     if tries < 1:
         raise PlanError(f"tries={tries}; expected how many schedules are tried, from 1 up")
     if exact is not None and not 0 < exact < inf:

@@ -6,11 +6,11 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args, get_type_hints
 
+from penstock.checks import check_types
 from penstock.errors import PenstockError, PlanError
 from penstock.lower import lower
-from penstock.misfits import takes
 from penstock.plan import Plan, check, dumps
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show.html import timeline_section
@@ -29,7 +29,6 @@ _READ: Final[dict[str, Callable[[Any], object]]] = {  # of a question: what make
 MOST_ACTIONS: Final = 40_000  # what a browser draws at once; a forward and a backward of each stage and microbatch
 
 
-@takes(PlanError)
 @dataclass(frozen=True)
 class Question:
     """What the page asks about. Times are per rank and microbatch, as in `penstock plan`.
@@ -67,6 +66,8 @@ class Question:
         return cls(**given)
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(Question).items()
+        check_types("Question", PlanError, **{name: (getattr(self, name), hint) for name, hint in hints})
         if self.speeds and len(self.speeds) != self.ranks:
             raise PlanError(f"{len(self.speeds)} speeds for {self.ranks} ranks; expected one for each, or none")
         count = 3 * self.ranks * self.microbatches * (self.stages_per_rank or 2)

@@ -24,14 +24,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from os import PathLike
 from pathlib import Path
 
 import torch
 
 from penstock.batch import batch_size_of
+from penstock.checks import check_types
 from penstock.errors import RunError
 from penstock.front import Pipeline, Result
-from penstock.misfits import takes
 from penstock.nest import Value
 from penstock.run.memory_watch import allocator_counts
 from penstock.train.loggers import Logger, open_logger
@@ -99,7 +100,6 @@ class StepEvent:
         return {name: float(value) for name, value in found.items() if value is not None and name not in _NO_METRICS}
 
 
-@takes(RunError)
 class EventLog(AbstractContextManager["EventLog"]):
     """Writes the events of a run to loggers: names ("jsonl", "tensorboard", "wandb", "mlflow") or objects of your own.
 
@@ -118,6 +118,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         first_step: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        check_types("EventLog", RunError, pipe=(pipe, Pipeline), folder=(folder, str | PathLike))
         self.pipe = pipe
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
