@@ -82,7 +82,7 @@ def measure(transport: Transport, count: int, size: int, rounds: int) -> list[fl
                 exchange(transport, tensors)
             if turn:
                 found.append((time.process_time() - begin) / times * 1e6)
-            transport.sum(torch.zeros(1))
+            transport.collectives.barrier("a round")
             transport.end_step()
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, taken)
@@ -93,7 +93,7 @@ def work(rank: int, port: int, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     transport = DistributedTransport.of()
-    transport.gather("both are there", b"")
+    transport.collectives.all_bytes("both are there", b"")
     transport.connect([1 - rank])
     if rank == 0:
         print(f"{'count':>5} {'size':>8} {'alone':>9} {'together':>9} {'ratio':>6}")

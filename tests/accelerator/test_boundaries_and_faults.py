@@ -177,7 +177,10 @@ def in_trouble(
     try:
         rank = dist.get_rank()
         schedule = schedule_of(device, Trips(do if rank == victim else nothing, where), queues)
-        pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
+        pids = [
+            int(pid)
+            for pid in DistributedTransport.of(device=device).collectives.all_bytes("pids", str(os.getpid()).encode())
+        ]
         found = raised_in_steps(schedule, device, 1)
         start = time.monotonic()
         found += raised_in_steps(schedule, device, 2)
@@ -280,7 +283,10 @@ def wakes_up(device: torch.device, queues: str) -> dict[str, Any]:
         rank = dist.get_rank()
         module = Trips(stop if rank == 1 else nothing)
         schedule = schedule_of(device, module, queues)
-        pids = [int(pid) for pid in DistributedTransport.of(device=device).gather("pids", str(os.getpid()).encode())]
+        pids = [
+            int(pid)
+            for pid in DistributedTransport.of(device=device).collectives.all_bytes("pids", str(os.getpid()).encode())
+        ]
         found = raised_in_steps(schedule, device, 2)
         if when_all_others_have_come(1):
             os.kill(pids[1], signal.SIGCONT)

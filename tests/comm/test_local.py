@@ -148,7 +148,7 @@ def test_one_rank_runs_at_a_time() -> None:
             trace_once(transport)
 
     def trace_once(transport: LocalTransport) -> None:
-        transport.gather("all", b"")
+        transport.collectives.all_bytes("all", b"")
 
     LocalWorld(4).run(busy)
 
@@ -156,7 +156,7 @@ def test_one_rank_runs_at_a_time() -> None:
 def test_no_thread_stays_behind() -> None:
     before = set(threading.enumerate())
     world = LocalWorld(4)
-    world.run(lambda transport: transport.gather("all", b""))
+    world.run(lambda transport: transport.collectives.all_bytes("all", b""))
     with pytest.raises(StepTimeout):
         LocalWorld(2).run(both_receive_first)
     assert set(threading.enumerate()) <= before  # one of another test may have ended meanwhile
@@ -211,11 +211,11 @@ def test_a_world_runs_again_after_a_failure_with_its_counts_level() -> None:
         if transport.rank == 0:
             transport.begin_step()
             raise ValueError("early")
-        transport.agree("train", {})
+        transport.collectives.same("train", {})
 
     def healthy(transport: LocalTransport) -> int:
         epoch = transport.begin_step()
-        transport.agree("train", {})
+        transport.collectives.same("train", {})
         transport.end_step()
         return epoch
 
@@ -251,7 +251,7 @@ def test_a_caller_interrupted_from_outside_gets_its_exception_and_no_thread_stay
         if transport.rank == 0:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         while not stop.is_set():
-            transport.gather("again", b"")
+            transport.collectives.all_bytes("again", b"")
 
     world = LocalWorld(2)
     try:

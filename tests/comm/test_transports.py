@@ -120,10 +120,10 @@ def test_a_peer_that_does_not_exist_is_refused(run: Runner) -> None:
 
 
 def collect(transport: Transport) -> tuple[list[bytes], list[bytes], list[float], float]:
-    first = transport.gather("numbers", bytes([transport.rank, 255, 0]))
-    second = transport.gather("nothing", b"")
+    first = transport.collectives.all_bytes("numbers", bytes([transport.rank, 255, 0]))
+    second = transport.collectives.all_bytes("nothing", b"")
     total = torch.tensor([1.0, float(transport.rank), float("nan") if transport.rank == 2 else 0.0])
-    transport.sum(total)
+    transport.collectives.reduce("the sum", total)
     loss = torch.tensor([0.25 if transport.rank == 1 else -1.0])
     transport.broadcast(loss, 1)
     return first, second, total.tolist()[:2], loss.item()
@@ -141,7 +141,7 @@ def through_the_store(transport: Transport) -> tuple[bytes, bool, int, bytes, bo
     value = store.get("here", SOON)
     winner = store.first("winner", str(transport.rank).encode())
     store.add("count", 2)
-    transport.gather("all are here", b"")
+    transport.collectives.all_bytes("all are here", b"")
     missing = store.check("nowhere")
     with pytest.raises(StepTimeout, match=r"(?s)nowhere.*rank  step  action"):
         store.get("nowhere", 0.2)
@@ -156,10 +156,10 @@ def test_the_store_keeps_bytes_counts_and_the_first_value(run: Runner) -> None:
 
 
 def agree_twice(transport: Transport, counts: list[str]) -> list[str]:
-    transport.agree("train", {"schedule": "1F1B", "microbatches": "8"})
+    transport.collectives.same("train", {"schedule": "1F1B", "microbatches": "8"})
     with pytest.raises(RanksDisagree) as caught:
-        transport.agree("train", {"schedule": "1F1B", "microbatches": counts[transport.rank]})
-    transport.agree("train", {"schedule": "1F1B"})
+        transport.collectives.same("train", {"schedule": "1F1B", "microbatches": counts[transport.rank]})
+    transport.collectives.same("train", {"schedule": "1F1B"})
     return str(caught.value).splitlines()
 
 
@@ -171,7 +171,7 @@ def test_ranks_that_disagree_all_raise_and_show_the_difference(run: Runner) -> N
 
 def different_things(transport: Transport) -> str:
     with pytest.raises(RanksDisagree) as caught:
-        transport.agree("train" if transport.rank else "evaluate", {})
+        transport.collectives.same("train" if transport.rank else "evaluate", {})
     return str(caught.value)
 
 
@@ -186,7 +186,7 @@ def one_stays_away(transport: Transport) -> str:
         return ""
     transport.timeout = 0.5
     with pytest.raises(StepTimeout) as caught:
-        transport.agree("train", {})
+        transport.collectives.same("train", {})
     transport.store.set("over", b"")
     return str(caught.value)
 
@@ -298,7 +298,7 @@ def in_a_wrapped_group() -> tuple[bool, float]:
     transport = DistributedTransport.of(group)
     total = torch.tensor([transport.rank + 1.0])
     transport.begin_step()
-    transport.sum(total)
+    transport.collectives.reduce("the sum", total)
     transport.end_step()
     transport.close()
     return isinstance(transport._gloo, dist.ProcessGroupGloo), total.item()

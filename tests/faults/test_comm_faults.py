@@ -24,7 +24,7 @@ def killed_peer(direction: str) -> tuple[int, str, float]:
     """Rank 1 is killed while 0 waits for it, and 2 waits for 0; 0 leaves as soon as it knows."""
     transport = DistributedTransport.of()
     transport.begin_step()
-    transport.gather("all are here", b"")
+    transport.collectives.all_bytes("all are here", b"")
     start = time.monotonic()
     if transport.rank == 1:
         time.sleep(0.2)
@@ -51,7 +51,7 @@ def test_a_killed_process_is_named_on_every_rank(gloo_pool: GlooPool, direction:
 def killed_holder_of_the_store() -> tuple[int, float]:
     transport = DistributedTransport.of()
     transport.begin_step()
-    transport.gather("all are here", b"")
+    transport.collectives.all_bytes("all are here", b"")
     start = time.monotonic()
     if transport.rank == 0:
         time.sleep(0.2)
@@ -75,7 +75,7 @@ def late_peer() -> tuple[str, str, float]:
     transport = DistributedTransport.of()
     transport.timeout = 0.5
     transport.begin_step()
-    transport.gather("all are here", b"")
+    transport.collectives.all_bytes("all are here", b"")
     start = time.monotonic()
     if transport.rank == 1:
         until(lambda: transport.failed)
@@ -112,7 +112,7 @@ def interrupted(drains: bool) -> tuple[str, float]:
     """Rank 0 sits in a receive when Ctrl-C comes; rank 1 hears of it and, if it drains, ends that receive."""
     transport = DistributedTransport.of()
     transport.begin_step()
-    transport.gather("all are here", b"")
+    transport.collectives.all_bytes("all are here", b"")
     start = time.monotonic()
     if transport.rank == 0:
         process = os.getpid()
@@ -206,7 +206,7 @@ def parted_ways(*, ends: bool) -> tuple[str, float]:
     start = time.monotonic()
     if transport.rank == 1:
         with pytest.raises(PeerFailed) as caught:
-            transport.agree("evaluate", {})
+            transport.collectives.same("evaluate", {})
         if ends:  # and its process with it: that it left is not what rank 0 has to know
             transport.close()
             transport.break_connections(FailureRecord(1, cause="its process ends"))
@@ -252,11 +252,11 @@ def replicas() -> tuple[list[int], str | None, bool]:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     transport = DistributedTransport.of(mesh.get_group("pp"))
     pipeline = dist.get_rank() // 2
-    members = [int(post) for post in transport.gather("ranks", str(dist.get_rank()).encode())]
+    members = [int(post) for post in transport.collectives.all_bytes("ranks", str(dist.get_rank()).encode())]
     transport.begin_step()
     if dist.get_rank() == 2:
         transport.report_failure(FailureRecord(transport.rank, cause="only here"))
-    transport.gather("posted", b"")
+    transport.collectives.all_bytes("posted", b"")
     buffer = torch.zeros(1)
     peer = 1 - transport.rank
     works = [transport.irecv(buffer, peer), transport.isend(torch.tensor([float(dist.get_rank())]), peer)]

@@ -64,7 +64,7 @@ def stopped_in_a_step(victim: int, heartbeat: str) -> tuple[list[str], float]:
     try:
         schedule, module = stepping(rank, 3)
         transport = DistributedTransport.of()
-        pids = [int(post) for post in transport.gather("processes", str(os.getpid()).encode())]
+        pids = [int(post) for post in transport.collectives.all_bytes("processes", str(os.getpid()).encode())]
         if rank == victim:
 
             def stop_once(*_: Any) -> None:
@@ -294,7 +294,7 @@ def wait_on_a_host(rank: int, ends: str) -> None:
     sys.stdout.flush()
     start, said = time.monotonic(), ""
     try:
-        transport.gather("the layers of the model", b"")
+        transport.collectives.all_bytes("the layers of the model", b"")
     except PenstockError as error:
         said = f"{type(error).__name__}: {error}"
     sys.stdout.write(f"{time.monotonic() - start:.1f}\n{said}\n")
@@ -417,7 +417,7 @@ def dies_before_its_first_step() -> str:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        transport.gather("what a checkpoint holds", b"")
+        transport.collectives.all_bytes("what a checkpoint holds", b"")
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
     return ""

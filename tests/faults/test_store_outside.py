@@ -72,7 +72,7 @@ def holder() -> tuple[int, int]:
     ends = [DistributedTransport.of(), DistributedTransport.of(dist.new_group([1, 0] if dist.get_rank() < 2 else None))]
     found = []
     for transport in ends:
-        transport.gather("all are here", b"")
+        transport.collectives.all_bytes("all are here", b"")
         transport.connect([])
         found.append(transport.store_holder)
     return found[0], found[1]
@@ -87,7 +87,7 @@ def farewell(how: str) -> bool:
     """Rank 0, in whose process the store is, leaves first; the other one reads what was agreed on when it gets round to it."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     transport = DistributedTransport.of(alone if how == "of two groups" else None)
-    transport.gather("the last meeting", b"")
+    transport.collectives.all_bytes("the last meeting", b"")
     if how == "after a failure":
         transport.begin_step()
         transport.report_failure(FailureRecord(1, cause="on purpose"))

@@ -227,7 +227,9 @@ def test_a_disk_that_fails_at_any_act_is_told_to_every_rank(
                 told = str(error)
             failed = told != ""
             assert not failed or "No space left" in told or "another rank cannot write" in told, told
-            everyone = [answer == b"1" for answer in transport.gather("who failed", b"1" if failed else b"0")]
+            everyone = [
+                answer == b"1" for answer in transport.collectives.all_bytes("who failed", b"1" if failed else b"0")
+            ]
             assert len(set(everyone)) == 1, "all ranks or none"
             if transport.rank == 0:
                 monkeypatch.setattr(saving, "DISK", Disk())

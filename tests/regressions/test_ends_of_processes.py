@@ -72,7 +72,7 @@ def killed_with_a_child() -> tuple[str, bool]:
         if child == 0:
             time.sleep(60)
             os._exit(0)
-    child = int(DistributedTransport.of().gather("children", str(child).encode())[1])
+    child = int(DistributedTransport.of().collectives.all_bytes("children", str(child).encode())[1])
     if rank == 1:
         module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     ended = threading.Event()
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named_though_its_child_lives(gloo_pool: GlooPool) -> N
 
 
 def large_value(size: int) -> list[int]:
-    return [len(part) for part in DistributedTransport.of().gather("something large", bytes(size))]
+    return [len(part) for part in DistributedTransport.of().collectives.all_bytes("something large", bytes(size))]
 
 
 @pytest.mark.parametrize("size", [1 << 20, 9 << 20], ids=["1 MiB", "9 MiB"])

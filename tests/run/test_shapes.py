@@ -32,11 +32,11 @@ def messages_of(name: str, num_ranks: int, calls: list[tuple[str, int]], **optio
         for kind, rows in calls:
             x, y = batch(rows)
             schedule.step(x, target=y) if kind == "step" else schedule.eval(x, target=y)
-            transport.gather("all are done", b"")
+            transport.collectives.all_bytes("all are done", b"")
             if transport.rank == 0:
                 found.append(counted[0])
                 counted[0] = 0
-            transport.gather("and counted", b"")
+            transport.collectives.all_bytes("and counted", b"")
 
     LocalWorld(num_ranks, on_message=count).run(rank)
     return found

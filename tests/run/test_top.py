@@ -191,7 +191,7 @@ def test_threads_that_wait_for_one_another_are_shown() -> None:
         if transport.rank == 0:
             transport.irecv(torch.zeros(1), 1).wait()
         else:
-            transport.gather("nothing", b"")
+            transport.collectives.all_bytes("nothing", b"")
 
     with pytest.raises(StepTimeout, match=r"(?s)nothing is on its way.*rank  step.*has made no step yet"):
         penstock.LocalWorld(2).run(stuck)

@@ -69,10 +69,10 @@ def test_failures_leave_no_keys_in_the_store() -> None:
         for _ in range(20):
             transport.begin_step()
             transport.report_failure(FailureRecord(transport.rank, cause="on purpose"))
-            transport.gather("all have posted", b"")
+            transport.collectives.all_bytes("all have posted", b"")
             transport.end_step(fine=False)
         transport.begin_step()
-        transport.gather("all are here", b"")
+        transport.collectives.all_bytes("all are here", b"")
         transport.end_step()
         return sum(transport.store.check(f"failure/{epoch}") for epoch in range(22))
 

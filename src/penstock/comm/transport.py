@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +51,6 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None: ...
 
-
-Own = TypeVar("Own")
 
 _CLOCK_ROUNDS = 8
 
@@ -218,39 +216,6 @@ class Transport(Messages):
         """Watch over the other ranks from here on."""
 
     def _end_collective(self) -> None: ...
-
-    def gather(self, name: str, payload: bytes) -> list[bytes]:
-        """Every rank's payload, on every rank. Small things: a timeline, a list of losses."""
-        return self.collectives.all_bytes(name, payload)
-
-    def agree(self, name: str, facts: Mapping[str, str], *, own: Own | None = None) -> list[Own]:
-        """Compare the facts with those of all ranks; every rank raises RanksDisagree if one differs.
-
-        Ranks that are at different meetings (one trains, one evaluates) disagree on the name. `own`, anything that JSON can
-        hold, may differ: that of each rank comes back.
-        """
-        if facts:
-            self.collectives.same(name, facts)
-        return cast("list[Own]", self.collectives.all_gather(name, own))
-
-    def sum(self, tensor: Tensor) -> None:
-        """Make the small tensor, on every rank, the sum over all ranks: up a tree to rank 0, and down again."""
-        parent, children = self.family()
-        given, tensor, control = tensor, self._on_host(tensor), self.control
-        # Receives first: a message that is awaited goes out at once, one that is not costs a question and an answer.
-        parts = {rank: torch.empty_like(tensor) for rank in (*children, *([] if parent is None else [parent]))}
-        works = {rank: control.irecv(part, rank) for rank, part in parts.items()}
-        for child in children:
-            works[child].wait()
-            tensor += parts[child]
-        if parent is not None:
-            control.isend(tensor, parent).wait()
-            works[parent].wait()
-            tensor.copy_(parts[parent])
-        for work in [control.isend(tensor, child) for child in children]:
-            work.wait()
-        if tensor is not given:
-            given.copy_(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the source's small tensor, down a tree."""

@@ -182,8 +182,9 @@ class _PipelineSchedule(Parts):
     def _connect(self, *, train: bool) -> Runner:
         """Also ask one another whether steps go through the stages' own methods: on every rank or on none."""
         if self._by_hand is None:
-            mine = b"by hand" if self._needs_hands() else b"bound"
-            self._by_hand = b"by hand" in self._transport.gather("how the stages are driven", mine)
+            self._by_hand = any(
+                self._transport.collectives.all_gather("how the stages are driven", self._needs_hands())
+            )
         return super()._connect(train=train)
 
     def _hand_plan(self) -> Plan:

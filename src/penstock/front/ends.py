@@ -185,7 +185,7 @@ class Ends:
 
     def _gather(self, what: str, post: bytes) -> list[Value]:
         with self.transport.alone(what), self.among_replicas():
-            posts = self.transport.gather(what, post)
+            posts = self.transport.collectives.all_bytes(what, post)
         with reading(f"what a rank posted for {what}"):
             return [json.loads(post) for post in posts]
 
@@ -197,13 +197,11 @@ class Ends:
         return total.item() > 0
 
     def of_each(self, what: str, number: float) -> list[float]:
-        """A number of each rank of this pipeline, on each of them: over messages, which are quicker than `gather`."""
-        numbers = torch.zeros(self.transport.num_ranks, dtype=torch.float64)
-        numbers[self.rank] = number
+        """A number of each rank of this pipeline, on each of them."""
+        if self.transport.num_ranks == 1:
+            return [number]
         with self.transport.alone(what), self.among_replicas():
-            if self.transport.num_ranks > 1:
-                self.transport.sum(numbers)
-        return numbers.tolist()
+            return self.transport.collectives.all_gather(what, number)
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Make numbers their mean over the replicas; the host waits for the others if they are in host memory."""

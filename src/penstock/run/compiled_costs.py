@@ -22,7 +22,7 @@ def compiled_costs(schedule: Schedule, costs: Costs) -> Costs:
     if not schedule._programs.compile_ahead:  # which all ranks know
         return costs
     mine = [[index, *held] for index, held in kept_by_graphs(schedule).items()]
-    everyone = schedule._programs.get(TRAIN).transport.agree("what compiled stages hold", {}, own=mine)
+    everyone = schedule._programs.get(TRAIN).transport.collectives.all_gather("what compiled stages hold", mine)
     kept = {index: (one, two) for held in everyone for index, one, two in held}
     return with_kept(costs, kept, schedule.plan.placement)
 

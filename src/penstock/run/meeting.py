@@ -101,7 +101,8 @@ def meet(transport: Transport, stages: Sequence[PipelineStage], look: Callable[[
     facts["can run it"] = "yes" if problem is None else f"{type(problem).__name__}: {problem}"
     everyone: list[tuple[list[Boundary], bool]] = []  # what each rank tells besides, which may differ
     try:
-        everyone = transport.agree("the first step of a schedule", facts, own=(boundaries_of(stages), compiles))
+        transport.collectives.same("the first step of a schedule", facts)
+        everyone = transport.collectives.all_gather("the ends of the stages", (boundaries_of(stages), compiles))
         check_boundaries([boundaries for boundaries, _ in everyone])
     except RanksDisagree:
         if problem is None:

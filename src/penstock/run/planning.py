@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 
-from penstock.checks import check_types
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RunError, StageError
 from penstock.lower import lower
@@ -126,20 +125,14 @@ def agreed_plan(
     plan: Plan, costs: Costs, transport: Transport, *, gain: float, search: Callable[[Plan], Iterable[Plan]] | None
 ) -> Plan | None:
     """The better plan that the first rank finds, on every rank; None: there is none. If it cannot look for one, all raise."""
-    mine = ("", "", "")  # a name and a plan, or what is wrong
-    problem: Exception | None = None
-    if transport.rank == 0:
-        try:
-            check_types("replan", RunError, costs=(costs, Costs), gain=(gain, float), search=(search, Callable | None))
-            if not 0 <= gain < 1:
-                raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
-            found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
-            mine = mine if found is None else (found.name, dumps(found), "")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-            problem, mine = error, ("", "", f"{type(error).__name__}: {error}")
-    name, text, wrong = transport.agree("take another plan", {}, own=mine)[0]
-    if wrong:
-        raise problem or RunError(f"rank 0 could not look for another plan: {wrong}")
+
+    def find() -> tuple[str, str]:
+        if not 0 <= gain < 1:
+            raise RunError(f"replan(gain={gain!r}); expected a share of a step from 0 up and below 1, such as 0.05")
+        found = better_plan(plan, costs, gain=gain, others=() if search is None else search(plan))
+        return ("", "") if found is None else (found.name, dumps(found))
+
+    name, text = transport.collectives.broadcast("take another plan", find)
     return replace(plan, codes=loads(text).codes, name=name, family=None) if text else None
 
 

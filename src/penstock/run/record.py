@@ -126,7 +126,7 @@ class Recording:
         """Gather the times of all ranks, on the clock of rank 0."""
         offset = self.transport.clock_offset()
         began, ended = ([t + offset for t in self.clock.seconds(marks)] for marks in (self.starts, self.ends))
-        everyone = self.transport.agree("times of the actions", {}, own=(began, ended, self.processor))
+        everyone = self.transport.collectives.all_gather("times of the actions", (began, ended, self.processor))
         if self.plan is None or not self.starts:
             return
         origin = min(min(began) for began, _, _ in everyone if began)

@@ -138,7 +138,7 @@ class Ties:
         if not self.known:
             return
         mine = [[_place(parameter) for parameter in group.mine] for group in self.known]
-        everyone = self.transport.agree("tied parameters", {}, own=mine)
+        everyone = self.transport.collectives.all_gather("tied parameters", mine)
         seen: dict[tuple[int, ...], _TieGroup] = {}  # by rank and place there
         for number, group in enumerate(self.known):
             held = [(rank, tuple(place), kind) for rank in group.ranks for place, kind in everyone[rank][number]]
