@@ -36,7 +36,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "comm": ("health", "plan", "dtypes"),
     "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),
-    "run": ("stage", "comm", "parallel", "batch", "lower"),
+    "backward": ("stage",),
+    "run": ("backward", "comm", "parallel", "batch", "lower"),
     "capture": ("stage", "batch", "balance", "checkpoint"),
     "checkpoint": ("stage",),
     # the front door

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.backward.compile_stage import compile_in_place
 from penstock.schedules import get_schedule
 from tests.parity.cases import CASES
 from tests.parity.harness import Case, MakeCase, Sizes, compare
@@ -121,15 +122,15 @@ def test_inductor(name: str) -> None:
     from torch._dynamo.utils import counters
     from torch._inductor.cpu_vec_isa import x86_isa_checker
 
+    from penstock.backward.compile_ahead import _probes
     from penstock.run import Schedule
-    from penstock.stage.compiled import _probes
     from tests.run.pipes import batch, grads_of, loop_grads, make_modules, on_ranks
 
     modules = make_modules(4 if name == "zbv" else 2)
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile()
+        compile_in_place(module, True)
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
@@ -157,7 +158,7 @@ def test_ties_across_stages(name: str) -> None:
     x, y = batch(6)
     want = loop_grads(whole, x, y, 3)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)

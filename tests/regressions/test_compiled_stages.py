@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PeerFailed, StageError
+from penstock.backward.compile_stage import compile_in_place
 from penstock.run import Schedule
-from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+from penstock.stage.backward import Deferral, backward_input, backward_weight
 from penstock.stage.intercept import intercepted
 from penstock.stage.recompute import recomputing
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, on_ranks
+from tests.stage.compiled_forward import run_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -41,7 +42,7 @@ def compare(name: str, kind: type[nn.Module], *, compiled: tuple[int, ...] | Non
 
     for index, module in enumerate(modules):
         if compiled is None or index in compiled:
-            module.compile(backend="aot_eager")
+            compile_in_place(module, {"backend": "aot_eager"})
     on_ranks(name, 2, 3, run, modules=modules)
     got = grads_of(modules)
     for module in modules:
@@ -55,7 +56,7 @@ def hears_once(name: str, kind: type[nn.Module]) -> None:
     modules: list[nn.Module] = [kind().double() for _ in range(4 if name == "zbv" else 2)]
     fired: list[str] = []
     for index, module in enumerate(modules):
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
         for key, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, key=f"{index}.{key}": fired.append(key))
     x, y = batch(6)
@@ -187,7 +188,7 @@ def test_a_weight_of_a_graph_and_of_the_loss_hears_of_both_in_one_backward(name:
 
     fired: list[str] = []
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     used.weight.register_post_accumulate_grad_hook(lambda _: fired.append("weight"))
     used.bias.register_post_accumulate_grad_hook(lambda _: fired.append("bias"))
     x, y = batch(6)
@@ -198,7 +199,7 @@ def test_a_weight_of_a_graph_and_of_the_loss_hears_of_both_in_one_backward(name:
 
     on_ranks(name, 2, 3, run, modules=modules, loss_fn=loss)
     assert (fired.count("weight"), fired.count("bias")) == (6, 6)
-    assert (runs.count(False), runs.count(True)) == (6, 1)  # one forward shows it, and is run again
+    assert (runs.count(False), runs.count(True)) == (6, 0)  # the first step shows it, and no forward is run again
     got = grads_of(modules)
     model = nn.Sequential(*modules)
     model.zero_grad()
@@ -244,7 +245,7 @@ def test_a_forward_that_is_run_again_for_its_weights_leaves_no_trace_of_the_firs
     torch.manual_seed(0)
     modules = [made(Keeps().double()) for _ in range(2)]
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     x, y = batch(6)
     given = x.clone()
     on_ranks(name, 2, 3, lambda schedule, rank: schedule.step(given, target=y), modules=modules)
@@ -270,7 +271,7 @@ def test_a_graph_that_is_called_again_at_once_is_known_to_be_one() -> None:
     torch.manual_seed(0)
     modules = [OfTheUser(WIDTH, WIDTH).double() for _ in range(2)]
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(output, target) + modules[-1].weight.square().sum()
@@ -299,7 +300,7 @@ def test_a_loss_that_is_run_again_for_its_weights_counts_each_microbatch_once(na
     torch.manual_seed(0)
     modules = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     loss = CountingLoss(modules[-1])
     expected = copy.deepcopy(loss.norm)
     seen: list[Tensor] = []
@@ -325,7 +326,7 @@ def test_weights_that_were_put_in_the_place_of_others_hear_once_too(name: str) -
     torch.manual_seed(0)
     modules = [ScaledOutside().double() for _ in range(2)]
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     fired: list[str] = []
     x, y = batch(6)
 
@@ -359,7 +360,7 @@ def test_a_graph_before_a_layer_that_is_used_in_two_ways_keeps_its_gradient() ->
     graphs was taken from the first of these runs, in which graphs before the first deferred layer do not take part."""
     module = EagerBehindAGraph().double()
     x = torch.randn(2, WIDTH, dtype=torch.double, requires_grad=True)
-    output, pending = run_deferred(Deferral(module), module, (x,), {})
+    output, pending = run_compiled(Deferral(module), module, (x,), {})
     backward_input([output.sum()], [None], pending, inputs=[x])
     backward_weight(pending)
     got = [parameter.grad for parameter in module.parameters()]
@@ -377,7 +378,7 @@ def test_a_weight_of_a_graph_and_of_eager_code_hears_of_both_in_one_weight_pass(
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
     x = torch.randn(2, WIDTH, requires_grad=True)
-    output, pending = run_deferred(Deferral(compiled), compiled, (x,), {})
+    output, pending = run_compiled(Deferral(compiled), compiled, (x,), {})
     backward_input([output.sum()], [None], pending, inputs=[x])
     backward_weight(pending)
     assert sorted(fired) == sorted(name for name, _ in module.named_parameters())
@@ -472,31 +473,26 @@ class CachedByItsValue(Cached):
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function:UserWarning")
 @pytest.mark.parametrize("compiled", [None, (1,)])
 @pytest.mark.parametrize("kind", [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer, CachedByItsShape])
-def test_a_run_without_data_leaves_no_fake_tensors_behind(
+def test_a_run_without_data_leaves_nothing_of_it_behind(
     kind: type[nn.Module], compiled: tuple[int, ...] | None
 ) -> None:
-    """Before ranks compile, every stage runs on fake tensors, compiled or not. What it computed then and kept, a mask, was fake
-    for ever: so was all that was computed with it, the loss and the gradients, and no error told of it."""
+    """Before ranks compile, every stage runs on placeholders, compiled or not. What it computed then and kept, a mask, must be
+    what it would have been, or be put back."""
     mask.cache_clear()
     numbers.cache_clear()
     KEPT.clear()
     compare("1f1b", kind, compiled=compiled)
 
 
-def test_what_a_run_without_data_left_behind_all_the_same_is_told() -> None:
-    """What code keeps outside of its modules cannot be put back."""
+def test_what_a_run_without_data_left_behind_all_the_same_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What code keeps outside of its modules cannot be put back. It is NaN, so that no number follows from it unseen."""
     KEPT.clear()
     modules: list[nn.Module] = [CachedByItsValue().double() for _ in range(2)]
-    modules[1].compile(backend="aot_eager")
+    compile_in_place(modules[1], {"backend": "aot_eager"})
     x, y = batch(6)
-
-    def run(schedule: Schedule, rank: int) -> None:
-        with pytest.raises(
-            (StageError, PeerFailed), match="stage 0 gave a tensor without data: it keeps something outside"
-        ):
-            schedule.step(x, target=y)
-
-    on_ranks("1f1b", 2, 3, run, modules=modules)
+    on_ranks("1f1b", 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
+    assert any(record.getMessage().startswith("stage 0 gave NaN for microbatch 0") for record in caplog.records)
+    assert all(grad.isnan().any() for grad in grads_of(modules))
 
 
 class Counting(Cached):
@@ -514,9 +510,9 @@ class Counting(Cached):
 
 
 def test_a_run_without_data_changes_no_tensor() -> None:
-    """An operator of which no argument was fake ran for what it is: counters that are no buffers were one too high."""
+    """Counters that are no buffers were one too high."""
     modules = [Counting().double() for _ in range(2)]
-    modules[1].compile(backend="aot_eager")
+    compile_in_place(modules[1], {"backend": "aot_eager"})
     x, y = batch(6)
     on_ranks("1f1b", 2, 3, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
     for module in modules:

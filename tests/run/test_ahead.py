@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import penstock
+from penstock.backward.compile_stage import compile_in_place
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.errors import PenstockError
 from penstock.run import Schedule
@@ -39,7 +40,8 @@ def noting(events: Events) -> Callable[..., Any]:
         events.append((threading.current_thread().name, "compiles"))
 
         def run(*args: Any) -> Any:
-            events.append((threading.current_thread().name, "runs"))
+            if not any(isinstance(arg, Tensor) and arg.isnan().any() for arg in args):  # else it has no data
+                events.append((threading.current_thread().name, "runs"))
             return graph.forward(*args)
 
         return run
@@ -69,7 +71,7 @@ def test_every_rank_compiles_all_of_it_before_anything_runs(name: str) -> None:
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile(backend=noting(events))
+        compile_in_place(module, {"backend": noting(events)})
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
@@ -87,7 +89,7 @@ def test_a_second_step_compiles_nothing() -> None:
     events: Events = []
     modules = make_modules(2)
     for module in modules:
-        module.compile(backend=noting(events))
+        compile_in_place(module, {"backend": noting(events)})
     x, y = batch(6)
 
     def steps(schedule: Schedule, rank: int) -> int:
@@ -133,7 +135,7 @@ def test_it_leaves_buffers_random_numbers_and_hooks_alone() -> None:
     fired: list[str] = []
     for module in modules:
         module.register_forward_hook(lambda *_: fired.append("forward"))
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     x, y = batch(6)
 
     def steps(schedule: Schedule, rank: int) -> list[Tensor]:
@@ -170,7 +172,7 @@ def test_a_stage_that_cannot_run_without_data_compiles_with_its_first_microbatch
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     run_ranks("1f1b", modules, lambda schedule, rank: schedule.step(x, target=y))
     assert close(grads_of(modules), want)
 
@@ -194,7 +196,7 @@ def test_a_module_that_counts_its_calls_counts_microbatches() -> None:
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     run_ranks("1f1b", modules, lambda schedule, rank: schedule.step(x, target=y))
     assert modules[1].calls == 3
     assert close(grads_of(modules), want)
@@ -217,7 +219,7 @@ def test_a_stage_without_a_graph_that_is_not_rehearsed_says_why_too() -> None:
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
@@ -230,15 +232,15 @@ def test_a_stage_without_a_graph_that_is_not_rehearsed_says_why_too() -> None:
 
 
 class Awkward(nn.Module):
-    """It looks for what a run without data does not have either, and torch does not say so in so many words."""
+    """It refuses what placeholders are made of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor:
-            raise TypeError("only plain tensors")
+        if x.isnan().any():
+            raise TypeError("only numbers")
         return self.layer(x)
 
 
@@ -251,7 +253,7 @@ def test_what_is_not_expected_of_a_run_without_data_is_told_with_its_stage(
     modules = [make_modules(1)[0], kind().double()]
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
-    modules[0].compile(backend="aot_eager")
+    compile_in_place(modules[0], {"backend": "aot_eager"})
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
@@ -259,8 +261,8 @@ def test_what_is_not_expected_of_a_run_without_data_is_told_with_its_stage(
     run_ranks("1f1b", modules, steps)
     assert close(grads_of(modules), want)
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    expected = "stage 1 could not be run without data, and is compiled when its first microbatch comes: TypeError: "
-    assert [text.removesuffix("only plain tensors") for text in warned] == ([expected] if told else [])
+    expected = "stage 1 could not be run on placeholders, and is compiled when its first microbatch comes: TypeError: "
+    assert [text.removesuffix("only numbers") for text in warned] == ([expected] if told else [])
 
 
 class Switching(nn.Module):
@@ -285,7 +287,7 @@ def test_a_guard_that_fails_retraces_on_its_rank_alone() -> None:
     other[1].doubles = True  # type: ignore[assignment]
     want = [one + two for one, two in zip(want, loop_grads(other, x, y, 3), strict=True)]
     for module in modules:
-        module.compile(backend=noting(events))
+        compile_in_place(module, {"backend": noting(events)})
 
     def steps(schedule: Schedule, rank: int) -> tuple[int, int]:
         def compiled() -> int:
@@ -308,7 +310,7 @@ def test_a_rank_that_fails_before_it_has_told_leaves_nobody_waiting(failing: int
     x, y = batch(6)
     want = loop_grads(modules, x, y, 3)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
 
     def steps(schedule: Schedule, rank: int) -> None:
         with pytest.raises((PenstockError, TypeError)):
@@ -322,7 +324,7 @@ def test_a_rank_that_fails_before_it_has_told_leaves_nobody_waiting(failing: int
 def test_progress_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     modules = make_modules(2)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     x, y = batch(6)
     with caplog.at_level(logging.INFO, "penstock"):
         run_ranks("1f1b", modules, lambda schedule, rank: schedule.step(x, target=y))
@@ -343,7 +345,7 @@ def test_what_compiled_stages_hold_is_in_the_memory_of_the_plan() -> None:
     """
     modules = make_modules(2)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     x, y = batch(6)
     plan = get_schedule("1f1b")(2, 3)
 

@@ -15,9 +15,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
-from penstock.stage.compiled import SplitBackend
-from penstock.stage.twins import CompiledParts
+from penstock.backward.compile_stage import CompiledStage
+from penstock.backward.split_backend import SplitBackend
+from penstock.stage.backward import Deferral, backward_input, backward_weight
+from tests.stage.compiled_forward import run_compiled
 
 pytestmark = [
     pytest.mark.timeout(300),  # the compiler takes its time on a busy machine
@@ -113,7 +114,7 @@ def in_two(module: nn.Module, call: nn.Module, x: Tensor, *, steps: int = 1) -> 
         torch.manual_seed(step)
         leaf = shaped(module, x).clone().requires_grad_()
         before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-        output, pending = run_deferred(deferral, call, (leaf,), {})
+        output, pending = run_compiled(deferral, call, (leaf,), {})
         backward_input([output.pow(2).sum()], [None], pending, inputs=[leaf])
         for parameter, old in zip(module.parameters(), before, strict=True):
             assert (parameter.grad is None) if old is None else torch.equal(parameter.grad, old)  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ def test_nests_keywords_and_inputs_without_gradient() -> None:
 
     compiled = torch.compile(twin, backend="aot_eager")
     other, other_skip = x.clone().requires_grad_(), skip.clone().requires_grad_()
-    output, pending = run_deferred(Deferral(compiled), compiled, (other, kind), {"skip": other_skip})
+    output, pending = run_compiled(Deferral(compiled), compiled, (other, kind), {"skip": other_skip})
     grads = [torch.ones(4, 8), torch.full((4, 8), 2.0)]
     backward_input([output["a"], output["b"]], grads, pending, inputs=[other, other_skip])
     backward_weight(pending)
@@ -180,7 +181,7 @@ def test_each_hook_fires_once_and_in_the_weight_pass() -> None:
         parameter.register_hook(lambda grad, name=name: fired.append(f"grad of {name}"))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(f"accumulated {name}"))
     leaf = start().requires_grad_()
-    output, pending = run_deferred(Deferral(compiled), compiled, (leaf,), {})
+    output, pending = run_compiled(Deferral(compiled), compiled, (leaf,), {})
     backward_input([output.sum()], [None], pending, inputs=[leaf])
     assert not fired
     backward_weight(pending)
@@ -216,7 +217,7 @@ def test_gradients_are_added_as_ever_and_who_keeps_a_node_hears_of_them() -> Non
         x = torch.randn(4, 8)
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         module(one).sum().backward()
-        output, pending = run_deferred(deferral, compiled, (two,), {})
+        output, pending = run_compiled(deferral, compiled, (two,), {})
         backward_input([output.sum()], [None], pending, inputs=[two])
         backward_weight(pending)
         assert len(fired) == number + 1
@@ -238,7 +239,7 @@ def test_sizes_that_change_are_traced_again_and_stay_right() -> None:
         x = torch.randn(rows, 8)
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         module(one).sum().backward()
-        output, pending = run_deferred(deferral, compiled, (two,), {})
+        output, pending = run_compiled(deferral, compiled, (two,), {})
         backward_input([output.sum()], [None], pending, inputs=[two])
         backward_weight(pending)
         assert torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
@@ -254,7 +255,7 @@ def test_autocast_is_that_of_the_forward() -> None:
     one, two = start().requires_grad_(), start().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = module(one)
-        output, pending = run_deferred(Deferral(compiled), compiled, (two,), {})
+        output, pending = run_compiled(Deferral(compiled), compiled, (two,), {})
     expected.sum().backward()
     backward_input([output.sum()], [None], pending, inputs=[two])
     backward_weight(pending)
@@ -277,7 +278,7 @@ def test_what_only_the_input_pass_needs_is_let_go_after_it() -> None:
     module = Squares()
     compiled = torch.compile(module, backend="aot_eager")
     leaf = torch.randn(32, 64).requires_grad_()
-    output, pending = run_deferred(Deferral(compiled), compiled, (leaf,), {})
+    output, pending = run_compiled(Deferral(compiled), compiled, (leaf,), {})
     backward_input([output.sum()], [None], pending, inputs=[leaf])
     (work,) = pending.graphs
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in work.kept}
@@ -289,10 +290,10 @@ def test_what_only_the_input_pass_needs_is_let_go_after_it() -> None:
     assert all(reference() is None for reference in alive)
 
 
-def test_the_module_is_as_it_was_after_its_twin_ran() -> None:
+def test_the_module_is_as_it_was_after_its_split_graphs_ran() -> None:
     compiled = torch.compile(MODULES["linear"](), backend="aot_eager")
     before = dict(compiled.__dict__)
-    with CompiledParts(compiled, split=True).running():
+    with CompiledStage(compiled, Deferral(compiled)).running(split=True):
         compiled(start())
     assert compiled.__dict__ == before
 
@@ -315,7 +316,7 @@ def test_any_backend_compiles_the_parts() -> None:
 
 def test_a_backward_that_cannot_be_cut_gives_its_gradients_in_the_input_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were lost: the graph was called with aliases of its parameters, of which only the second part would have known."""
-    monkeypatch.setattr("penstock.stage.cut_graph._has_effects", lambda graph: True)
+    monkeypatch.setattr("penstock.backward.partition_backward._has_effects", lambda graph: True)
     monkeypatch.setattr("penstock.stage.deferred._SAID", set())
     torch.manual_seed(0)
     module = MODULES["linear"]()
@@ -327,7 +328,7 @@ def test_a_backward_that_cannot_be_cut_gives_its_gradients_in_the_input_pass(mon
     x = start().requires_grad_()
     torch.manual_seed(0)
     with pytest.warns(penstock.errors.NotDeferred, match="whose backward has effects"):
-        output, pending = run_deferred(Deferral(compiled), compiled, (x,), {})
+        output, pending = run_compiled(Deferral(compiled), compiled, (x,), {})
     backward_input([output.pow(2).sum()], [None], pending, inputs=[x])
     backward_weight(pending)
     assert x.grad is not None

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.backward.compile_stage import compile_in_place
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.run import Schedule, Schedule1F1B
 from penstock.stage import PipelineStage
-from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
+from penstock.stage.backward import Deferral, backward_input, backward_weight
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, make_modules, on_ranks
+from tests.stage.compiled_forward import run_compiled
 
 # torch.compile looks at `.grad` of slices of the batch
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -76,7 +78,7 @@ def test_guards_decide_which_code_runs(name: str) -> None:
     other[0].flip = True
     want = [one + two for one, two in zip(want, loop_grads(other, x, y, 4), strict=True)]
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
 
     def steps(schedule: Schedule, rank: int) -> None:
         schedule.step(x, target=y)
@@ -94,7 +96,7 @@ def test_a_tensor_that_a_stage_keeps_can_be_differentiated(name: str) -> None:
     x, y = batch(8)
     want = loop_grads(modules, x, y, 4)
     for module in modules:
-        module.compile(backend="aot_eager")
+        compile_in_place(module, {"backend": "aot_eager"})
     on_ranks(name, 2, 4, lambda schedule, rank: schedule.step(x, target=y), modules=modules)
     assert close(grads_of(modules), want)
     assert all(module.last.grad_fn is not None for module in modules)
@@ -121,7 +123,7 @@ def test_others_may_add_to_the_gradient_of_an_input_before_the_weight_pass() -> 
     for _ in range(2):
         module.zero_grad()
         x, skip = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-        output, pending = run_deferred(deferral, compiled, (x, skip), {})
+        output, pending = run_compiled(deferral, compiled, (x, skip), {})
         backward_input([output], [torch.ones(3, 4)], pending, inputs=[x, skip])
         assert x.grad is not None
         x.grad.add_(5)
@@ -159,7 +161,7 @@ def test_hooks_that_come_and_go_between_steps_are_heard() -> None:
         modules = make_modules(2)
         fired: list[str] = []
         for module in modules if options else ():
-            module.compile(**options)
+            compile_in_place(module, options)
 
         def steps(schedule: Schedule, rank: int) -> None:
             schedule.step(x, target=y)

@@ -27,6 +27,7 @@ from penstock.stage.backward import (
     run_deferred,
 )
 from penstock.stage.intercept import NestedDifferentiation, begin, end, intercepted
+from tests.stage.compiled_forward import run_compiled
 
 LINEAR, ADDMM, ENGINE = F.linear, torch.addmm, torch.autograd._engine_run_backward
 
@@ -313,7 +314,8 @@ def test_compiled_parts_are_split_beside_others() -> None:
     deferral = Deferral(module)
     for _ in range(2):
         module.zero_grad()
-        pending = split(module, x, deferral)
+        output, pending = run_compiled(deferral, module, (x,), {})
+        backward_input([output], [torch.ones(2, 3).double()], pending, inputs=[x])
         assert pending.num_waiting == 2  # the layer outside, and the graph of the compiled part
         backward_weight(pending)
         for before, parameter in zip(expected, module.parameters(), strict=True):

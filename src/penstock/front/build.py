@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from penstock.backward.compile_stage import compile_in_place
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
@@ -35,7 +36,6 @@ from penstock.simulate import simulate
 from penstock.stage.digest import operators_of
 from penstock.stage.elsewhere import elsewhere
 from penstock.stage.inference import refuse_inference_mode
-from penstock.stage.twins import compile_in_place
 
 _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
 

@@ -22,8 +22,8 @@ from penstock.nest import Value
 from penstock.plan import Placement
 from penstock.run.planning import Place, Sparing
 from penstock.run.ties import Holders, Tied
+from penstock.stage.compile_options import CompileOptions
 from penstock.stage.pipeline_stage import Group, PipelineStage
-from penstock.stage.twins import CompileOptions
 
 Bytes = int | float | str
 """A number of bytes, or text with a unit: 6_000_000_000, "6GB", "6GiB"."""

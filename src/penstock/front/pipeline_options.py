@@ -28,8 +28,8 @@ from penstock.plan import Placement, Plan
 from penstock.run.planning import Place, Sparing, check_flags, check_sparing
 from penstock.run.ties import Holders, Tied, holders_of
 from penstock.schedules import Recipe, get_schedule
+from penstock.stage.compile_options import CompileOptions, check_compile_options
 from penstock.stage.pipeline_stage import Group, PipelineStage
-from penstock.stage.twins import CompileOptions, check_compile_options
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")}

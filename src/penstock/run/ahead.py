@@ -1,9 +1,9 @@
-"""Before the first microbatch: all ranks learn their shapes from runs without data, and compile at the same time.
+"""Before the first microbatch: all ranks learn their shapes from runs on placeholders, and compile at the same time.
 
 Without it, ranks compile one after another down the pipeline: each waits for the first activation, and then for the first
-gradient. Here descriptions of what stages give travel ahead of the data. Each stage is *rehearsed* with what it will be given
-(see `penstock.stage.rehearsal`) and tells the stages after it. A stage that cannot be, tells that, and is compiled when its
-first microbatch comes; so are those after it.
+gradient. Here descriptions of what stages give travel ahead of the data. Each stage is run on placeholders for what it will be
+given (see `penstock.backward.compile_ahead`) and tells the stages after it. A stage that cannot be, tells that, and is compiled
+when its first microbatch comes; so are those after it.
 
 Every rank takes part, once for each program, if some rank has a compiled stage: they ask one another before the first step.
 """
@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from penstock.backward.compile_ahead import PartCall, probe_processor, run_on_placeholders
 from penstock.comm.framing import Receiving
 from penstock.errors import PenstockError
 from penstock.nest import Value
@@ -23,9 +24,7 @@ from penstock.run.channel import Channel, Poisoned
 from penstock.run.layout import Layout, described
 from penstock.run.stage_run import StageRun
 from penstock.stage.boundary import flatten, unflatten
-from penstock.stage.compiled import probe_processor
 from penstock.stage.dtensors import layout_of
-from penstock.stage.rehearsal import CannotRehearse, PartCall, rehearse
 
 if TYPE_CHECKING:
     from penstock.run.program import Program
@@ -35,7 +34,7 @@ _UNEXPECTED = "stage %d could not be %s, and is compiled when its first microbat
 
 
 class DressRehearsal:
-    """The rehearsal of one program's stages."""
+    """The runs on placeholders of one program's stages."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -60,8 +59,8 @@ class DressRehearsal:
 
     def run(self) -> None:
         """Tell and hear, then compile what is here."""
-        parts = [part for run in self.program.runs.values() if run.compiled is not None for part in run.compiled.parts]
-        if self.program.transport.device.type == "cpu" and any(part.backend.is_inductor for part in parts):
+        compiled = [run.compiled for run in self.program.runs.values() if run.compiled is not None]
+        if self.program.transport.device.type == "cpu" and any(one.is_inductor for one in compiled):
             probe_processor()
         for index in sorted(self.program.runs):
             self.rehearse(self.program.runs[index])
@@ -99,18 +98,13 @@ class DressRehearsal:
                 self.hear(inbox.channel)
         if all(self.layouts[inbox.producer] is not None for inbox in run.inboxes):
             try:
-                if self.program.setting.adapters[run.stage.stage_index].sharded:
-                    raise CannotRehearse("its parameters are gathered as it runs")
-                if any(layout_of(parameter) is not None for parameter in run.module.parameters()):
-                    raise CannotRehearse(
-                        "its tensors are spread over a mesh, by hooks that a run without data leaves out"
-                    )
-                run.rehearsed = True
-                found = rehearse(run.inner, run.compiled, *self.arguments(run))
-            except CannotRehearse as error:
-                _log.debug("stage %d cannot be run without data: %s", run.stage.stage_index, error)
+                # Hooks gather parameters, or spread tensors over a mesh, and are left out of a run on placeholders.
+                sharded = self.program.setting.adapters[run.stage.stage_index].sharded
+                if not sharded and all(layout_of(parameter) is None for parameter in run.module.parameters()):
+                    run.rehearsed = True
+                    found = run_on_placeholders(run.inner, run.compiled, *self.arguments(run))
             except Exception as error:  # noqa: BLE001  it may run with data, and if not, the first microbatch tells
-                _log.warning(_UNEXPECTED, run.stage.stage_index, "run without data", type(error).__name__, error)
+                _log.warning(_UNEXPECTED, run.stage.stage_index, "run on placeholders", type(error).__name__, error)
         for outbox in run.outboxes:
             self.tell(outbox, found)
         if found is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.backward.compile_stage import compile_once
 from penstock.comm.transport import Transport
 from penstock.errors import DeadlockError
 from penstock.lower import Ahead, Early, InTurn, ReceivePolicy, add_reduce_grad, add_unshard_reshard, lower
@@ -15,7 +16,7 @@ from penstock.run.handlers import HANDLERS
 from penstock.run.program import Program
 from penstock.run.setting import Binding, Setting
 from penstock.run.ties import Ties
-from penstock.stage.pipeline_stage import PipelineStage, compile_once
+from penstock.stage.pipeline_stage import PipelineStage
 
 BLOCKING_FORWARDS_DEADLOCK = frozenset({"loopedbfs"})  # forward only, with receives two ahead
 TRAIN, FORWARD = 0, 1  # modes: a training step, or an evaluation

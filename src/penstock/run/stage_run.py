@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.backward.compile_ahead import is_left_over
+from penstock.backward.compile_stage import CompiledStage
 from penstock.batch.batch import NO_BATCH, Batch, Weights
 from penstock.errors import StageError
 from penstock.nest import Value, tensors_in
@@ -28,14 +31,13 @@ from penstock.stage.backward import (
     run_deferred,
 )
 from penstock.stage.buffers import buffer_tables, copied_out, remember
-from penstock.stage.cut_graph import accumulate_graphs, collecting
 from penstock.stage.elsewhere import HostMemory
 from penstock.stage.engine import run_engine
 from penstock.stage.offload import Saved, saving
 from penstock.stage.pipeline_stage import PipelineStage
-from penstock.stage.recompute import AtOnce, Repeats
-from penstock.stage.rehearsal import refuse_fake
-from penstock.stage.twins import CompiledParts
+from penstock.stage.recompute import Repeats
+
+_log = logging.getLogger("penstock")
 
 ModuleCall = Callable[[int, tuple[Value, ...], dict[str, Value]], Value]
 """Calls the module for a microbatch, with its arguments."""
@@ -69,9 +71,8 @@ class StageRun:
         # Without what data parallelism has put around it, unless that is what is compiled.
         self.inner = unwrap(self.module) if self.module._compiled_call_impl is None else self.module
         self.deferral = Deferral(self.inner) if split and self.manual is None else None
-        # What torch.compile has compiled; its backward comes in two parts if that of any microbatch does.
-        parts = CompiledParts(self.inner, split=False) if self.deferral is None else self.deferral.compiled
-        self.compiled = parts or None
+        parts = CompiledStage(self.inner, self.deferral)
+        self.compiled = parts or None  # what torch.compile has compiled
         # What I leaves for W.
         self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches
         self.repeated = repeated  # the microbatches whose forward is run again before the backward
@@ -207,40 +208,33 @@ class StageRun:
         return output
 
     def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-        """The module, and on the last stage the loss.
-
-        After graphs were compiled, a forward shows whether other code uses their parameters. If so it is run again, with
-        gradients of these that go by way of autograd.
-        """
-        compiled = self.compiled
-        if compiled is None or compiled.looked or not self.grad:
+        """The module, and on the last stage the loss."""
+        split = microbatch in self.split
+        if self.compiled is None:
             return self.call_once(microbatch, args, kwargs)
-        given = [self.module, None if self.last is None else self.inputs.loss_fn]
-        attempt = AtOnce([one for one in given if isinstance(one, nn.Module)], (args, kwargs))
-        output = self.call_once(microbatch, *attempt.given)
-        loss = None if self.last is None else self.last.losses[microbatch]
-        if compiled.look(tensors_in((output, loss))):
-            if self.last is not None:
-                self.last.losses[microbatch] = None
-            with attempt.second():
-                output = self.call_once(microbatch, args, kwargs)
+        with self.compiled.running(split=split):
+            output = self.call_once(microbatch, args, kwargs)
+        if split and self.compiled.looking:
+            loss = None if self.last is None else self.last.losses[microbatch]
+            self.compiled.look(tensors_in((output, loss)))
         return output
 
     def call_once(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         if microbatch not in self.split:
-            if self.compiled is None:
-                output = self.module(*args, **kwargs)
-            else:
-                with self.compiled.in_one_piece(split=False):
-                    output = self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
         elif self.deferral is not None:
-            with nullcontext() if self.compiled is None else self.compiled.in_one_piece(split=True):
-                output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
+            output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
         else:
             output = self.module(*args, **kwargs)
             self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
-        if self.rehearsed:
-            refuse_fake(output, self.stage.stage_index)
+        if self.rehearsed and is_left_over(output, (args, kwargs)):
+            _log.warning(
+                "stage %d gave NaN for microbatch %d, whose input has none. If it keeps something outside of its modules, in a "
+                "global dictionary perhaps, that follows from an input: the run on placeholders, which finds shapes before "
+                "stages are compiled, has left NaN there. Keep it in an attribute of a module",
+                self.stage.stage_index,
+                microbatch,
+            )
         if self.buffers:
             output = copied_out(output, self.buffers)
         if self.stage.output_args is not None:
@@ -252,11 +246,7 @@ class StageRun:
     def backward(self, microbatch: int) -> None:
         """B."""
         roots, grads = self.seeds(microbatch)
-        if roots and self.compiled is not None and self.compiled.split:
-            with collecting() as work:
-                run_engine(tuple(roots), tuple(grads))
-            accumulate_graphs(work)
-        elif roots:
+        if roots:
             run_engine(tuple(roots), tuple(grads))
         if self.manual is not None:  # weight work made by hand, in the same breath
             weight = ManualWeight(self.manual)
@@ -271,7 +261,8 @@ class StageRun:
         pending = self.pending[microbatch]
         assert pending is not None, "the check has found its F"
         leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
-        backward_input(roots, grads, pending, inputs=leaves)
+        with nullcontext() if self.compiled is None else self.compiled.running(split=True):
+            backward_input(roots, grads, pending, inputs=leaves)
         del leaves
         if self.alone:
             self.let_go(microbatch)
@@ -318,7 +309,7 @@ class StageRun:
         if self.repeats is not None:
             self.repeats.begin(inputs.loss_fn if self.last is not None else None)
         if self.compiled is not None:
-            self.compiled.install()
+            self.compiled.begin_step()
 
     def results(self) -> tuple[list[Tensor], list[Value], Weights | None]:
         """Return losses and outputs of the step by microbatch, and the shares of the losses."""
@@ -346,7 +337,7 @@ class StageRun:
         self.rehearsed = False
         self.given.begin(self.inputs)
         if self.compiled is not None:
-            self.compiled.remove()
+            self.compiled.end_step()
         if self.deferral is not None:
             self.deferral.reset()
 

@@ -4,8 +4,6 @@ stage      pipeline_stage (and what a captured one reads), digest (of a model)
 boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
 backward   backward (in one piece or in two), engine; for two: intercept (layers that put their weights off), calls
            and deferred (what they remember), batched (the weight pass)
-compiled   twins (compiled parts, and `compile=`), compiled (backends), joint and cut_graph (forward and both backwards as
-           graphs), rehearsal (a run without data)
 memory     recompute (R), offload (O and L), chunked_loss, held (bytes that are alive)
 """
 

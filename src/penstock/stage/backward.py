@@ -12,7 +12,7 @@ tensor([[3., 3.]])
 
 The input pass is one engine call over the whole graph. Parameters of linear layers wait for the weight pass, all others
 (norms, embeddings, convolutions) accumulate in the input pass. What torch.compile
-has compiled is cut in two as a graph: see `penstock.stage.compiled`. The weight pass hands
+has compiled is cut in two as a graph: see `penstock.backward.split_backend`. The weight pass hands
 its gradients to the engine with the parameters as roots, so that hooks fire and accumulation is autograd's own.
 """
 
@@ -27,7 +27,6 @@ from penstock.errors import StageError
 from penstock.nest import Value
 from penstock.stage.batched import accumulate, accumulate_batches, trained
 from penstock.stage.buffers import remember
-from penstock.stage.cut_graph import accumulate_graphs, collecting, weight_gradients
 from penstock.stage.deferred import Deferral, Pending, Phases
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.intercept import ROOT, NestedDifferentiation, begin, end, visible_to_engine_threads
@@ -79,11 +78,8 @@ def run_deferred(
     A module that differentiates through its own layers (forces as the gradient of an energy) cannot be split. Its first
     forward shows that; it is then run again, from the same random state and the same buffers, and never split again.
     """
-    if deferral.compiled is not None and deferral.compiled.before is None:  # the twins do not run yet
-        with deferral.compiled.running():
-            return run_deferred(deferral, module, args, kwargs)
     pending = Pending(deferral)
-    if not deferral.enabled or not _may_need_input_gradients(args, kwargs):
+    if not deferral.enabled or deferral.looking or not _may_need_input_gradients(args, kwargs):
         return module(*args, **kwargs), pending
     rewind = None if deferral.proved else remember(module, args)
     previous = begin(pending)
@@ -162,13 +158,14 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
     work, pending.work = pending.work, []
     batches, pending.batches = pending.batches, []
     if pending.graphs:
-        compiled = pending.deferral.compiled
-        assert compiled is not None, "graphs are those of compiled parts"
-        if not (compiled.shared or work or batches):
-            accumulate_graphs(pending.graphs)
-            return
         # Some parameter may be in several of these, and its hooks fire once.
-        parameters, grads = weight_gradients(pending.graphs)
+        parameters: list[Tensor] = []
+        grads: list[Tensor] = []
+        with torch.no_grad():
+            while pending.graphs:
+                used, found = pending.graphs.pop().gradients()
+                parameters += used
+                grads += found
         for group, rows, row_grads in batches:
             parameters += group.parameters
             grads += group.gradients(rows, row_grads)
@@ -182,10 +179,6 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
 
 def _differentiate(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
     deferral = pending.deferral
-    if deferral.compiled is not None and pending.graphs is None:
-        with collecting() as pending.graphs:
-            _differentiate(roots, grads, pending)
-        return
     if not pending.deferred:
         run_engine(roots, grads)
         return
@@ -236,8 +229,11 @@ def _accumulate_all(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pendin
     """The whole backward of a microbatch that was found to use a deferred weight in two ways: what the deferred calls need is
     looked for first, so that all of its parameters accumulate in one engine call, and each hook fires once."""
     anchors = pending.anchors()
-    with collecting():  # compiled parts before the first deferred call do not run yet, so those that do are not asked
+    from functorch.compile import config  # type: ignore[import-untyped]
+
+    with config.patch(donated_buffer=False):  # else torch refuses to run compiled graphs twice
         found = capture(roots, grads, inputs=(*anchors, ROOT))
+    pending.graphs.clear()  # compiled parts before the first deferred call have not run yet; all of them run below
     for anchor, grad in zip(anchors, found, strict=False):
         anchor.grad = grad
     pending.harvest(in_groups=False)

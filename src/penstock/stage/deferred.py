@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from penstock.errors import NotDeferred, StageError
 from penstock.stage.batched import Group, Grouping, grouped
 from penstock.stage.calls import Call, Nothing, Slot, Work
-from penstock.stage.cut_graph import GraphWork
-from penstock.stage.twins import CompiledParts
+
+
+class DeferredGraph(Protocol):
+    """The weight work of a compiled graph."""
+
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return parameters, and a gradient for each of them. Called once."""
 
 
 class Deferral:
@@ -27,10 +32,8 @@ class Deferral:
         self.skip: dict[int, Tensor] = {} if module is None else _tied_outside_linear(module)
         if module is not None and (wide := _in_eight_bits(module)):
             say_not_deferred(f"layers in 8 bits ({wide})")
-        parts = None if module is None else CompiledParts(module, split=True)
-        self.compiled = parts or None  # what torch.compile has compiled is split in another way
-        for part in () if parts is None else parts.parts:
-            part.backend.on_uncut = say_not_deferred
+        self.whole: dict[int, Tensor] = {}  # parameters of compiled graphs whose backward stays in one piece
+        self.looking = False  # a step in which nothing is deferred, to see who uses the parameters of graphs
         self.checked: dict[int, Tensor] = {}
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # under autocast: see `cast`
         self.last: list[Slot] = []  # of the last microbatch
@@ -127,7 +130,7 @@ class Pending(Phases):
         self.records: list[Any] = []  # slot, rows, version of the rows; slot, rows, ...: flat, to spare the collector
         self.work: list[Work] = []
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
-        self.graphs: list[GraphWork] | None = None  # of compiled parts, once there was an input pass
+        self.graphs: list[DeferredGraph] = []  # of compiled parts, once there was an input pass
         # A backward that waits for the weight pass.
         self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
@@ -139,7 +142,7 @@ class Pending(Phases):
     @property
     def num_waiting(self) -> int:
         """Calls whose weight work waits for the weight pass."""
-        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs or ())
+        return len(self.work) + sum(len(group.places) for group, _, _ in self.batches) + len(self.graphs)
 
     def harvest(self, *, in_groups: bool = True) -> None:
         """Take the gradients out of the anchors; the last call comes first, as in a backward."""

@@ -261,6 +261,14 @@ def _restore() -> None:
                 setattr(home, name, getattr(_Original, name))
 
 
+def current() -> Pending | None:
+    """The weight work of the microbatch whose forward or input pass runs in this thread, or on its behalf; None if none does."""
+    pending = _local.pending
+    if pending is None and _engine_thread_blocks:
+        pending = _of_engine_thread()
+    return pending
+
+
 def begin(pending: Pending) -> Pending | None:
     """From here on linear layers called by this thread leave their weight work in `pending`. Hand what it returns to `end`."""
     if not _local.held:

@@ -13,8 +13,8 @@ from torch import nn
 from penstock.checks import check_types
 from penstock.errors import PlaceError, StageError
 from penstock.nest import Value
+from penstock.stage.compile_options import CompileOptions, check_compile_options
 from penstock.stage.dtensors import MeshGetter
-from penstock.stage.twins import CompileOptions, check_compile_options, compile_in_place
 
 
 @runtime_checkable
@@ -147,12 +147,6 @@ def place_in(group: Group) -> tuple[int, int]:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def compile_once(stage: PipelineStage, module: nn.Module) -> None:
-    """Do what `compile` asked for. `module` is the user's own, inside of what data parallelism has put around it."""
-    compile_in_place(module, stage._compile)
-    stage._compile = False
 
 
 def accepted_keywords(module: nn.Module) -> frozenset[str] | None:
