@@ -37,7 +37,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "parallel": ("comm",),
     "stage": ("plan", "dtypes", "nest"),
     "backward": ("stage",),
-    "run": ("backward", "comm", "parallel", "batch", "lower"),
+    "observe": ("simulate", "batch", "comm", "stage"),
+    "run": ("backward", "observe", "comm", "parallel", "batch", "lower"),
     "capture": ("stage", "batch", "balance", "checkpoint"),
     "checkpoint": ("stage",),
     # the front door

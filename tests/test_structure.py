@@ -54,8 +54,8 @@ PRIVATE_NAMES = {
     "compat": 5,
     "front": 2,
     "nest.py": 2,
+    "observe": 1,
     "parallel": 6,
-    "run": 1,
     "stage": 5,
 }
 

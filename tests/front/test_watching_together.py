@@ -10,12 +10,10 @@ from torch import nn
 
 from penstock import Pipeline, recompute
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.comm.messages import Work
 from penstock.front import memory_view
+from penstock.observe.recording import Recording
 from penstock.plan import Op
 from penstock.run import Schedule
-from penstock.run.channel import Wait
-from penstock.run.record import Recording
 from penstock.schedules import get_schedule
 from tests.run.pipes import batch, make_modules, stages_for
 
@@ -40,7 +38,7 @@ def test_a_recording_under_a_limit_of_memory() -> None:
             pipe.step(X, target=Y)
         with pipe.record() as last:
             pipe.step(X, target=Y)
-        assert pipe.schedule._watches == []
+        assert pipe.schedule._observers == []
         return recording.timeline, again.timeline, last.timeline, watch, recorder.busy, pipe.memory()
 
     for first, second, third, watch, busy, memory in on_ranks(recorded):
@@ -85,8 +83,8 @@ class Counting(Recording):
 
     waits = 0
 
-    def waiting(self, wait: Wait, work: Work) -> None:
-        super().waiting(wait, work)
+    def waited(self) -> None:
+        super().waited()
         self.waits += 1
 
 
@@ -98,7 +96,7 @@ def test_two_recorders_see_the_same_waits() -> None:
         stages = stages_for(plan, transport, make_modules(2))
         schedule = Schedule.from_plan(plan, stages, loss_fn=nn.functional.mse_loss)
         x, y = batch(8)
-        with schedule._watched(Counting) as outer, schedule._watched(Counting) as inner:
+        with schedule.observe(Counting(transport)) as outer, schedule.observe(Counting(transport)) as inner:
             schedule.step(x, target=y)
         return outer.waits, inner.waits
 

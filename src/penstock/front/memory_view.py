@@ -23,10 +23,10 @@ from penstock.errors import OverLimit
 from penstock.front.choice import Choice
 from penstock.front.ends import Ends
 from penstock.nest import tensors_in
+from penstock.observe.live_memory import MemoryWatch
 from penstock.plan import Plan
 from penstock.plan.actions import text
 from penstock.run.compiled_costs import kept_by_graphs, with_kept
-from penstock.run.memory_watch import MemoryWatch
 from penstock.run.schedule import Schedule
 from penstock.simulate import simulate
 from penstock.simulate.memory_levels import levels

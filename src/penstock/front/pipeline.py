@@ -42,12 +42,12 @@ from penstock.front.saving import Saving, prepare, save
 from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.nest import Value
+from penstock.observe.live_memory import MemoryWatch
+from penstock.observe.recording import Recording
 from penstock.plan import Plan
 from penstock.run.checksums import Comparison
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.lookout import Lookout
-from penstock.run.memory_watch import MemoryWatch
-from penstock.run.record import Recording
 from penstock.run.runner import Outcome
 from penstock.run.schedule import Schedule
 from penstock.schedules import Recipe

@@ -8,11 +8,12 @@ step      preamble (tell, and the verdict), runner (run, conclude), draining (af
 action    stage_run (forward and backward), call_arguments, last_stage, feed (to a device)
 between   boxes (values in flight), channel (messages in order), layout (what a message looks like)
 compiled  ahead (all ranks compile before the first microbatch), compiled_costs
-watched   record (times), memory_watch (bytes), lookout (where each rank is)
+watched   lookout (where each rank is); penstock.observe has the observers of steps
 """
 
 from __future__ import annotations
 
+from penstock.observe.recording import Recording
 from penstock.run.classes import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -31,7 +32,6 @@ from penstock.run.classes import (
     ScheduleZBVZeroBubble,
 )
 from penstock.run.program import ActionContext
-from penstock.run.record import Recording
 from penstock.run.rng import microbatch_rng
 from penstock.run.schedule import Schedule
 

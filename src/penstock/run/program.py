@@ -9,14 +9,18 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch import Tensor
+
 from penstock.batch.batch import Batch
+from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
+from penstock.observe.observer import StepObserver
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
 from penstock.run.ahead import DressRehearsal
 from penstock.run.boxes import Inbox, Layouts, Outbox
-from penstock.run.channel import Channel
+from penstock.run.channel import Channel, Wait
 from penstock.run.layout import settle
 from penstock.run.setting import ActionKind, Call, Setting
 from penstock.run.stage_run import StageRun
@@ -123,9 +127,30 @@ class Program:
             )
         return handler(self, action)
 
-    def each(self, wrap: Callable[[str, Call], object], calls: Sequence[Call]) -> list[Call]:
-        """The calls of a step, each inside of another that is told the name of its action."""
-        return [partial(wrap, str(action), call) for action, call in zip(self.actions, calls, strict=True)]
+    def observed(self, observers: Sequence[StepObserver]) -> list[Call]:
+        """Return the calls of a step so that the observers see them, and the waits inside them, until `unobserved`."""
+        for channel in self.channels.values():
+            channel.wait = partial(_observed_wait, observers, self.wait)
+        return [partial(_observed, observers, at, call) for at, call in enumerate(self.calls)]
+
+    def unobserved(self) -> None:
+        for channel in self.channels.values():
+            channel.wait = self.wait
+
+    def buffered_bytes(self) -> int:
+        """Return the bytes between actions: receives that are posted or have arrived, gradients of boundary values.
+
+        An input whose gradient is there waits for that to be sent, and counts with it.
+        """
+        found: list[Tensor | None] = []
+        for inbox in self.inboxes.values():
+            for leaves, works in zip(inbox.arrived, inbox.works, strict=True):
+                done = [leaf for leaf in leaves or () if leaf.is_leaf and leaf.grad is not None]
+                found += (leaves or ()) if works is not None else [leaf.grad for leaf in done]
+                found += done if inbox.channel is not None else ()
+        for outbox in self.outboxes.values():
+            found += [tensor for buffers in outbox.arrived for tensor in buffers or ()]
+        return sum(tensor.nbytes for tensor in found if tensor is not None)
 
     # -- around a step
 
@@ -197,6 +222,25 @@ class Program:
         if action.op in (Op.RECV_F, Op.SEND_B):
             return self.inboxes[peer]
         return self.outboxes[action.stage, self.plan.placement.rank_of(peer)]
+
+
+def _observed(observers: Sequence[StepObserver], at: int, call: Call) -> None:
+    entered, failed = 0, True
+    try:
+        for observer in observers:
+            observer.before_action(at)
+            entered += 1
+        call()
+        failed = False
+    finally:
+        for observer in reversed(observers[:entered]):
+            observer.after_action(at, failed=failed)
+
+
+def _observed_wait(observers: Sequence[StepObserver], wait: Wait, work: Work) -> None:
+    wait(work)
+    for observer in observers:
+        observer.waited()
 
 
 CustomFunction: TypeAlias = Callable[[AnyAction, "ActionContext"], object]

@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, replace
-from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,16 +23,15 @@ from penstock.errors import (
 )
 from penstock.health.failure import FailureRecord
 from penstock.nest import Value
+from penstock.observe.action_hooks import ProfilerRanges, WaitForDevice, profiler_runs
+from penstock.observe.observer import StepObserver
 from penstock.plan import Action, AnyAction
 from penstock.run.channel import Poisoned
 from penstock.run.checksums import Checksums, Comparison, difference, joined
 from penstock.run.draining import drain, explained, meet_replicas
 from penstock.run.lookout import Position
-from penstock.run.memory_watch import MemoryWatch
 from penstock.run.preamble import FAILED, Preamble, Preambles, verdict
 from penstock.run.program import Program, parts_of
-from penstock.run.record import Recording
-from penstock.run.setting import Call
 from penstock.run.ties import Ties
 from penstock.stage.held import is_out_of_memory
 from penstock.stage.intercept import intercepted
@@ -41,8 +39,6 @@ from penstock.stage.intercept import intercepted
 if TYPE_CHECKING:
     from penstock.run.binding import Programs
 
-Watcher: TypeAlias = Recording | MemoryWatch
-Watch = TypeVar("Watch", bound=Watcher)
 _BLOCKING = "PENSTOCK_BLOCKING"  # in the environment: each action waits for the device
 _REMEMBERED = 64  # shapes of input whose layouts are kept
 
@@ -68,14 +64,15 @@ class Runner:
         preambles: Preambles,
         *,
         dynamic: bool,
-        watches: list[Watcher],
+        observers: list[StepObserver],
         comparison: Comparison | None,
     ) -> None:
         self.transport, self.preambles, self.comparison = transport, preambles, comparison
         self.dynamic = dynamic  # every step is cold: for models whose shapes change for reasons of their own
-        self.watches = watches  # whoever is here watches the actions of a step
+        self.observers = observers  # the schedule adds and removes them between steps
         self.position = transport.position = Position(transport.rank)
-        self.blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
+        blocking = os.environ.get(_BLOCKING, "0") != "0" and transport.device.type != "cpu"
+        self.hooks: list[StepObserver] = [WaitForDevice(transport)] if blocking else []
         self._fine = False  # whether the current step went well, as all ranks found
         self._record: FailureRecord | None = None  # of this step: what was reported here, or stood before that
 
@@ -207,21 +204,22 @@ class Runner:
         failure = BaseException()
         grad = program.setting.grad and torch.is_grad_enabled()
         transport, calls = self.transport, program.calls
-        if self.blocking:
-            calls = program.each(partial(_in_turn, transport), calls)
-        for watch in self.watches:
-            calls = watch.watched(program, calls)
-        if not self.watches and torch._C._autograd._profiler_enabled():
-            calls = program.each(_in_range, calls)
+        observers = [*self.hooks, *self.observers]
+        if profiler_runs():
+            observers.insert(0, ProfilerRanges())
         try:
             with torch.set_grad_enabled(grad), intercepted() if program.splits else nullcontext():
                 program.begin(batch, number, uneven=uneven)
+                if observers and (acting := [one for one in observers if one.before_step(program, batch)]):
+                    calls = program.observed(acting)
                 for position.at, call in enumerate(calls):
                     call()
                     if transport.failed is not None:
                         raise _Heard
                 position.at = len(calls)
                 program.finish()
+                for observer in observers:
+                    observer.after_step(program)
         except (_Heard, Poisoned):
             drain(program, position.at + 1)
             return _Heard()
@@ -240,8 +238,8 @@ class Runner:
         else:
             return None
         finally:
-            for channel in program.channels.values() if self.watches else ():
-                channel.wait = program.wait  # without those who measure it
+            if observers:
+                program.unobserved()
         # Only here, where nothing refers to the frames of what was raised: they hold memory.
         action = position.action
         self.report(action, failure)
@@ -304,15 +302,3 @@ class Runner:
 def _uneven(rows: Rows, preamble: Preamble) -> bool:
     """Return True if input and target have different numbers of rows, here or as the first stage's rank says."""
     return rows.uneven or Rows(preamble.rows, rows.target).uneven
-
-
-def _in_turn(transport: Transport, action: str, call: Call) -> None:
-    """An action that is over only when the device has done it, so that an error of the device is known to be its own."""
-    call()
-    transport.wait_for_device(action)
-
-
-def _in_range(action: str, call: Call) -> None:
-    """While a profiler runs: an action in a range of its name."""
-    with torch.profiler.record_function(f"penstock:{action}"):
-        call()

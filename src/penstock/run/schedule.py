@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from penstock.comm.transport import Transport
 from penstock.errors import OutOfMemory, PlanError, RunError, SplitError, StageError
 from penstock.lower import InTurn, ReceivePolicy, recompute_rank
 from penstock.nest import Value
+from penstock.observe.live_memory import MemoryWatch
+from penstock.observe.observer import StepObserver
+from penstock.observe.recording import Recording
 from penstock.plan import Op, Overlap, Placement, Plan, load
 from penstock.plan.actions import MICROBATCH
 from penstock.run.binding import FORWARD, TRAIN, Programs
@@ -27,18 +30,18 @@ from penstock.run.checksums import Comparison
 from penstock.run.feed import Feed
 from penstock.run.last_stage import OwnLoss
 from penstock.run.meeting import facts_of, meet, transport_of
-from penstock.run.memory_watch import MemoryWatch
 from penstock.run.planning import Place, Sparing, agreed_plan, check_flags, check_sparing, placed, plan_of_recipe
 from penstock.run.preamble import Preambles
 from penstock.run.program import ActionContext, CustomFunction
-from penstock.run.record import Recording
 from penstock.run.rng import MicrobatchRng
-from penstock.run.runner import Outcome, Runner, Watch, Watcher
+from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind, Binding
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
 from penstock.stage.elsewhere import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
+
+Observer = TypeVar("Observer", bound=StepObserver)
 
 
 class Schedule:
@@ -131,7 +134,7 @@ class Schedule:
         if transport is not None:
             self._transport = transport
         self._runner: Runner | None = None
-        self._watches: list[Watcher] = []  # they go on when the plan changes
+        self._observers: list[StepObserver] = []  # they go on when the plan changes
 
     @classmethod
     def from_plan(
@@ -434,7 +437,7 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(recording.busy, recording.span)
         """
-        return self._watched(Recording)
+        return self._connected(Recording)
 
     def watch_memory(self) -> AbstractContextManager[MemoryWatch]:
         """Count the bytes that this rank holds in the steps inside; no rank is asked or waited for.
@@ -443,19 +446,28 @@ class Schedule:
             schedule.step(batch, target=labels)
         print(memory.peak)
         """
-        return self._watched(MemoryWatch)
+        return self._connected(MemoryWatch)
 
     @contextmanager
-    def _watched(self, kind: Callable[[Transport], Watch]) -> Iterator[Watch]:
-        """Have the actions of the steps inside watched; others may watch the same steps."""
-        with self._transport.called("watching steps"):
-            self._connect(train=self.trains)
-        watch = kind(self._transport)
-        self._watches.append(watch)
+    def observe(self, observer: Observer) -> Iterator[Observer]:
+        """Have an observer see the steps inside; others may observe the same steps.
+
+        with schedule.observe(MyObserver()) as observer:
+            schedule.step(batch, target=labels)
+        """
+        self._observers.append(observer)
         try:
-            yield watch
+            yield observer
         finally:
-            self._watches.remove(watch)
+            self._observers.remove(observer)
+
+    @contextmanager
+    def _connected(self, kind: Callable[[Transport], Observer]) -> Iterator[Observer]:
+        """Observe steps after the ranks have met, so that the first step inside is like those after it."""
+        with self._transport.called("observing steps"):
+            self._connect(train=self.trains)
+        with self.observe(kind(self._transport)) as observer:
+            yield observer
 
     # -- before the first step
 
@@ -509,7 +521,7 @@ class Schedule:
                 self._transport,
                 preambles,
                 dynamic=self._dynamic,
-                watches=self._watches,
+                observers=self._observers,
                 comparison=self._comparison,
             )
         return self._runner

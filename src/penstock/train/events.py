@@ -34,7 +34,7 @@ from penstock.checks import check_types
 from penstock.errors import RunError
 from penstock.front import Pipeline, Result
 from penstock.nest import Value
-from penstock.run.memory_watch import allocator_counts
+from penstock.observe.live_memory import allocator_counts
 from penstock.train.loggers import Logger, open_logger
 
 _NAMES = {"norm": "gradient_norm", "rate": "learning_rate"}

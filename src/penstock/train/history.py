@@ -23,7 +23,7 @@ from penstock.train.train_options import OPTIONS, TrainOptions, read_json
 
 if TYPE_CHECKING:
     from penstock.front import Pipeline
-    from penstock.run.record import Recording
+    from penstock.observe.recording import Recording
 
 LOSS = "lost.json"  # in the folder of the run: when the rank that is gone was there for the last time
 RANKS = "ranks.json"  # there too, since a run has begun: the process of each rank

@@ -11,16 +11,12 @@ are treated like the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
-from torch import Tensor
 
+from penstock.batch.batch import Batch
 from penstock.comm.transport import Transport
+from penstock.observe.observer import StepObserver, StepView
 from penstock.plan import Plan
-from penstock.run.program import Program
-from penstock.run.setting import Call
 from penstock.stage.held import Held
 
 
@@ -53,7 +49,7 @@ def allocator_counts() -> bool:
         return False
 
 
-class MemoryWatch:
+class MemoryWatch(StepObserver):
     """Counts the bytes that this rank holds in the steps inside; those of the last step stay."""
 
     def __init__(self, transport: Transport) -> None:
@@ -68,37 +64,20 @@ class MemoryWatch:
         """The most bytes at a time."""
         return max(self.peaks, default=0)
 
-    def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
-        """The calls of a step, each of which is counted."""
-        self.plan = program.plan
+    def before_step(self, step: StepView, batch: Batch) -> bool:
+        self.plan, self._step = step.plan, step
         self.levels, self.peaks, self.buffers = [], [], []
         self.meter = DeviceMeter() if self.allocator_counts else Held()
-        self.without = [p for p in program.parameters if p.grad is None]
-        return [partial(self.counted, program, call) for call in calls]
+        self.without = [p for p in step.parameters if p.grad is None]
+        return True
 
-    def counted(self, program: Program, call: Call) -> None:
-        meter = self.meter
-        with meter:
-            try:
-                call()
-            finally:  # an action that runs out of memory counts too
-                gradients = sum(p.grad.nbytes for p in self.without if p.grad is not None)
-                self.peaks.append(meter.most - gradients)
-        self.levels.append(meter.now - gradients)
-        self.buffers.append(in_buffers(program))
+    def before_action(self, at: int) -> None:
+        self.meter.__enter__()
 
-
-def in_buffers(program: Program) -> int:
-    """Bytes that lie between actions: receives that are posted or have arrived, gradients of boundary values.
-
-    An input whose gradient is there waits for that to be sent, and counts with it.
-    """
-    found: list[Tensor | None] = []
-    for inbox in program.inboxes.values():
-        for leaves, works in zip(inbox.arrived, inbox.works, strict=True):
-            done = [leaf for leaf in leaves or () if leaf.is_leaf and leaf.grad is not None]
-            found += (leaves or ()) if works is not None else [leaf.grad for leaf in done]
-            found += done if inbox.channel is not None else ()
-    for outbox in program.outboxes.values():
-        found += [tensor for buffers in outbox.arrived for tensor in buffers or ()]
-    return sum(tensor.nbytes for tensor in found if tensor is not None)
+    def after_action(self, at: int, *, failed: bool) -> None:
+        gradients = sum(p.grad.nbytes for p in self.without if p.grad is not None)
+        self.peaks.append(self.meter.most - gradients)  # an action that runs out of memory counts too
+        self.meter.__exit__(None, None, None)
+        if not failed:
+            self.levels.append(self.meter.now - gradients)
+            self.buffers.append(self._step.buffered_bytes())

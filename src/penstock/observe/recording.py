@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter, thread_time
 from typing import Any
 
 import torch
 
+from penstock.batch.batch import Batch
 from penstock.checks import check_types
-from penstock.comm.messages import Work
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
+from penstock.observe.observer import StepObserver, StepView
 from penstock.plan import Plan
-from penstock.run.channel import Wait
-from penstock.run.program import Program
-from penstock.run.setting import Call
 from penstock.simulate import Timeline
 
 
@@ -65,7 +62,7 @@ class DeviceClock:
         return [self._host + self._origin.elapsed_time(mark) / 1e3 for mark in marks]
 
 
-class Recording:
+class Recording(StepObserver):
     """Times the actions of this rank. The time that an action waits for its message is not part of it.
 
     What `schedule.record()` gives; `timeline`, of all ranks, is there when the block has ended.
@@ -78,7 +75,8 @@ class Recording:
         self.clock: HostClock | DeviceClock = HostClock() if host else DeviceClock(transport)
         self.starts: list[Any] = []  # marks of the clock
         self.ends: list[Any] = []
-        self.waited: object = None
+        self._start: Any = None
+        self._waited: Any = None  # when the last wait of the action ended
         self.processor: float | None = None  # seconds in which the rank had a processor in the step, if that is known
         self.plan: Plan | None = None
         self._timeline: Timeline | None = None
@@ -100,26 +98,25 @@ class Recording:
         ends, starts = self.clock.seconds(self.ends), self.clock.seconds(self.starts)
         return float(max(ends, default=0.0) - min(starts, default=0.0))
 
-    def watched(self, program: Program, calls: Sequence[Call]) -> list[Call]:
-        """The calls of a step, each of which notes its times."""
-        self.plan = program.plan
+    def before_step(self, step: StepView, batch: Batch) -> bool:
+        self.plan = step.plan
         self.clock.begin()
-        self.starts = [self.clock.mark()] * len(calls)
+        self.starts = [self.clock.mark()] * len(step.actions)
         self.ends = list(self.starts)
-        for channel in program.channels.values():
-            channel.wait = partial(self.waiting, channel.wait)  # another one may be timing the same step
-        return [partial(self.timed, at, call) for at, call in enumerate(calls)]
+        return True
 
-    def waiting(self, wait: Wait, work: Work) -> None:
-        wait(work)
-        self.waited = self.clock.mark()
+    def before_action(self, at: int) -> None:
+        self._waited = None
+        self._start = self.clock.mark()
 
-    def timed(self, at: int, call: Call) -> None:
-        self.waited = None
-        start = self.clock.mark()
-        call()
+    def waited(self) -> None:
+        self._waited = self.clock.mark()
+
+    def after_action(self, at: int, *, failed: bool) -> None:
         self.ends[at] = self.clock.mark()
-        self.starts[at] = start if self.waited is None else self.waited
+        self.starts[at] = self._start if self._waited is None else self._waited
+
+    def after_step(self, step: StepView) -> None:
         self.processor = self.clock.processor()
 
     def finish(self) -> None:
