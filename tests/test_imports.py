@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "backward": ("stage",),
     "observe": ("simulate", "batch", "comm", "stage"),
     "run": ("backward", "observe", "comm", "parallel", "batch", "lower"),
-    "capture": ("stage", "batch", "balance", "checkpoint"),
+    "capture": ("backward", "batch", "balance", "checkpoint"),
     "checkpoint": ("stage",),
     # the front door
     "front": ("run", "capture", "checkpoint", "show", "search"),

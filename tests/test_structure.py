@@ -47,7 +47,7 @@ STORE_CALLS = 15  # a second and rank, while steps run; most of them are made by
 
 # Names of torch's that begin with an underscore, by package.
 PRIVATE_NAMES = {
-    "backward": 9,
+    "backward": 10,
     "batch": 1,
     "capture": 8,
     "checkpoint": 1,
@@ -56,7 +56,7 @@ PRIVATE_NAMES = {
     "nest.py": 2,
     "observe": 1,
     "parallel": 6,
-    "stage": 5,
+    "stage": 4,
 }
 
 # Per 1,000 lines of the packages that are read most.

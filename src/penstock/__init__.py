@@ -25,7 +25,7 @@ _HOME = {
         "penstock.comm": "LocalWorld",
         "penstock.stage.pipeline_stage": "PipelineStage",
         "penstock.stage.chunked_loss": "chunked_loss",
-        "penstock.stage.recompute": "recomputing",
+        "penstock.backward.recompute": "recomputing",
         "penstock.capture": (
             "pipeline Pipe PipeInfo PipeSequential SplitPoint pipe_split annotate_split_points "
             "MultiUseParameterConfig build_stage split_modules tie profile"
@@ -88,6 +88,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; tests/package
     from penstock import show as show
     from penstock import simulate as simulate
     from penstock import train as train
+    from penstock.backward.recompute import recomputing as recomputing
     from penstock.balance import Profile as Profile
     from penstock.batch import CustomReducer as CustomReducer
     from penstock.batch import Microbatches as Microbatches
@@ -144,7 +145,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; tests/package
     from penstock.simulate import Timeline as Timeline
     from penstock.stage.chunked_loss import chunked_loss as chunked_loss
     from penstock.stage.pipeline_stage import PipelineStage as PipelineStage
-    from penstock.stage.recompute import recomputing as recomputing
 else:
     __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 

@@ -17,9 +17,9 @@ MICROBATCHES = 4
 
 def train_ways(device: torch.device) -> dict[str, pipes.Trained]:
     """One rank: GPipe holds all microbatches, so all are moved. Buffers change, so a rerun has to put them back."""
+    from penstock.backward.offload_targets import HostMemory
     from penstock.run import Schedule
     from penstock.schedules import get_schedule
-    from penstock.stage.elsewhere import HostMemory
     from penstock.stage.pipeline_stage import PipelineStage
 
     ways: dict[str, dict[str, Any]] = {
@@ -51,12 +51,15 @@ def test_recompute_and_offload_make_no_host_wait_and_use_nothing_too_early(sim: 
 
 def drawn_again(device: torch.device) -> tuple[bool, bool]:
     """A stage without parameters draws from its device: run again, and a first time."""
-    from penstock.stage.recompute import Repeats
+    from penstock.backward.module_state import ModuleState
 
     module, x = nn.Dropout(0.5), torch.ones(64, device=device)
-    repeats = Repeats(module, 1, device=device)
-    first = repeats.first(0, lambda args, kwargs: module(*args, **kwargs), ((x,), {}))
-    again, later = repeats.again(0, lambda: module(x)), module(x)
+    state = ModuleState(module, device=device)
+    state.begin_step(None)
+    before, first = state.snapshot(), module(x)
+    with state.replayed(before):
+        again = module(x)
+    later = module(x)
     return torch.equal(first.cpu(), again.cpu()), torch.equal(first.cpu(), later.cpu())
 
 
@@ -67,8 +70,8 @@ def test_a_stage_without_parameters_gets_the_random_numbers_of_its_device_again(
 
 
 def copy_speed(device: torch.device) -> tuple[float, bool]:
+    from penstock.backward.offload_targets import HostMemory
     from penstock.front.machine import copy_bandwidth
-    from penstock.stage.elsewhere import HostMemory
 
     elsewhere = HostMemory()
     speed = copy_bandwidth(device, elsewhere)
@@ -85,10 +88,10 @@ def test_copies_are_timed_by_events_of_the_device(sim: SimPool) -> None:
 
 def too_early(device: torch.device) -> list[str]:
     """A place that does not make the computing wait for its copies: the detector sees what is read before it is there."""
-    from penstock.stage.elsewhere import Away, HostMemory
+    from penstock.backward.offload_targets import HostMemory, OffloadedBytes
 
     class Careless(HostMemory):
-        def put(self, flat: torch.Tensor) -> Away:
+        def put(self, flat: torch.Tensor) -> OffloadedBytes:
             away: Any = super().put(flat)
             away.back = lambda: away.start().flat
             return away  # type: ignore[no-any-return]
@@ -110,8 +113,8 @@ def test_the_detector_sees_a_use_before_the_copy_is_done(sim: SimPool) -> None:
 
 def beside(device: torch.device) -> dict[str, Any]:
     """Whether a load, and what is computed after it, come while the other of the two streams is held."""
-    from penstock.stage.elsewhere import HostMemory
-    from penstock.stage.offload import saving
+    from penstock.backward.offload import saving
+    from penstock.backward.offload_targets import HostMemory
 
     sim, elsewhere = pipes.simulation(device), HostMemory(threshold=0)
     weight = torch.randn(64, 64, device=device, requires_grad=True)

@@ -6,7 +6,6 @@ a later step. The first stage of each pipeline has an input without a gradient, 
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -16,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.backward.offload_targets import HostMemory
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.elsewhere import HostMemory
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.backward.models import MODELS, WIDTH
 
@@ -87,17 +86,9 @@ class Training:
         assert self.calls == other.calls
 
 
-_FAILS = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="recompute does not put back state that is no buffer, nor run all hooks"
-)
-_STATEFUL = ("UsedElsewhereSometimes", "Counter", "Drawn", "HookSets")
-CASES = [
-    pytest.param(*case, marks=[_FAILS] if case[0] in _STATEFUL and "recompute" in DECORATORS[case[2]] else [])
-    for case in itertools.product(MODELS, BACKWARDS, DECORATORS)
-]
-
-
-@pytest.mark.parametrize(("name", "backward", "decorator"), CASES)
+@pytest.mark.parametrize("decorator", DECORATORS)
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("name", MODELS)
 def test_as_in_a_plain_loop(name: str, backward: str, decorator: str) -> None:
     found = Training(name).pipeline(BACKWARDS[backward], DECORATORS[decorator])
     found.compare(Training(name).loop())

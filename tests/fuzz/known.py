@@ -36,19 +36,13 @@ KNOWN: dict[str, Predicate] = {
     "spectral norm that is captured": lambda case: case.captured and "spectral" in case.traits,
     # The profile runs a forward again, and its sparse gradient cannot be measured.
     "sparse embedding with recompute": lambda case: "sparse" in case.traits and _again(case),
-    # A hook that sets a number counts as looking on and is skipped in the second forward.
-    "hooks that note a number under recompute": lambda case: "notes" in case.traits and _again(case),
     # State that is no buffer is touched again by a second forward.
     "state that is no buffer in a second forward": lambda case: (
-        "python" in case.traits and (_again(case) or "compiled" in case.traits or _splits(case))
+        "python" in case.traits and ("compiled" in case.traits or _splits(case))
     ),
     # A weight that is used outside its layer in some microbatches: hooks fire more often under a split backward.
     "hooks of a weight used outside its layer": lambda case: (
         bool(case.traits & {"outside"}) and "count_hooks" in case.options and _splits(case)
-    ),
-    # A first batch with one row a microbatch is captured anew, and saves other tensors the second time.
-    "one row a microbatch under recompute": lambda case: (
-        case.captured and _again(case) and any(a["rows"] < 2 * case.microbatches for a in case.actions if "rows" in a)
     ),
     # What fully_shard gathers is moved away with what a forward saved, and cannot be freed then.
     "offload of captured stages under FSDP": lambda case: (

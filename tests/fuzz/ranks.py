@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.stage.elsewhere import Folder, HostMemory
+from penstock.backward.offload_targets import Folder, HostMemory
 from tests.fuzz.cases import Case
 from tests.fuzz.models import LOSSES, Batch, make_model, make_part, ties_of
 from tests.fuzz.oracle import SCALE, Counts, InBackward, Left, grad_of, make_optimizer

@@ -178,8 +178,8 @@ def left_in(program: Program) -> list[str]:
         held = any(map(_held, (box.tensors, box.specs, box.arrived, box.works)))
         found += [f"outbox {stage} to {rank}"] if held else []
     for index, run in program.runs.items():
-        last = [] if run.last is None else [run.last.losses, run.last.reported, run.last.outputs]
-        held = any(map(_held, (run.pending, *last)))
+        last = [] if run.last is None else [run.last.shapes, run.last.reported, run.last.outputs]
+        held = any(map(_held, (run.passes, *last)))
         found += [f"run {index}"] if held or run.inputs is not NO_BATCH else []
     for peer, channel in program.channels.items():
         found += [f"channel {peer}"] if channel.sent or channel.incoming or channel.lost else []

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.backward.offload_targets import HostMemory
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.lower import divide, recompute
 from penstock.nest import tensors_in
 from penstock.run import Schedule
 from penstock.schedules import get_schedule
-from penstock.stage.elsewhere import HostMemory
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.parity import captured
 

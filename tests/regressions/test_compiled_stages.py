@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.backward.compile_stage import compile_in_place
+from penstock.backward.recompute import recomputing
 from penstock.run import Schedule
 from penstock.stage.backward import Deferral, backward_input, backward_weight
 from penstock.stage.intercept import intercepted
-from penstock.stage.recompute import recomputing
 from tests.run.pipes import WIDTH, batch, close, grads_of, loop_grads, on_ranks
 from tests.stage.compiled_forward import run_compiled
 

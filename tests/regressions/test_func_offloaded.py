@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, func, nn
 
+from penstock.backward.offload_targets import HostMemory
 from penstock.errors import PenstockError
-from penstock.stage.elsewhere import HostMemory
 from tests.regressions.plain_loop import WIDTH, batch, difference, looped, trained
 
 OFFLOAD: dict[str, Any] = {"offload": True, "offload_to": HostMemory(threshold=0)}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.backward.offload_targets import HostMemory
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.stage.elsewhere import HostMemory
 from tests.run.pipes import batch, close, grads_of, loop_grads, on_ranks
 
 WIDTH = 4  # the rows of a microbatch, too: then no size tells two saved tensors apart

@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import StageError
 from penstock.stage.backward import (
     Deferral,
-    ManualWeight,
     Pending,
     backward_input,
     backward_weight,
@@ -326,32 +324,6 @@ def test_compiled_parts_are_split_beside_others() -> None:
 def test_scripted_parts_are_found() -> None:
     assert can_split(nn.Sequential(nn.Linear(3, 3)))
     assert not can_split(nn.Sequential(torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3))))
-
-
-def test_manual_weight_work() -> None:
-    log: list[str] = []
-    x = torch.ones(2, requires_grad=True)
-    manual = ManualWeight(lambda: lambda: log.append("weight"))
-    with pytest.raises(
-        StageError, match="backward_weight needs weight work whose last phase is 'input', got 'forward'"
-    ):
-        backward_weight(manual)
-    backward_input([x * 2], [torch.ones(2)], manual, inputs=[x])
-    assert (x.grad.tolist(), log) == ([2.0, 2.0], [])
-    with pytest.raises(StageError, match="backward_input needs weight work whose last phase is 'forward', got 'input'"):
-        backward_input([x * 2], [torch.ones(2)], manual, inputs=[x])
-    backward_weight(manual)
-    assert (x.grad.tolist(), log) == ([2.0, 2.0], ["weight"])
-    with pytest.raises(StageError, match="backward_weight needs weight work whose last phase is 'input', got 'weight'"):
-        backward_weight(manual)
-
-
-def test_manual_weight_work_that_is_no_function() -> None:
-    with pytest.raises(StageError, match=r"dw_builder must be a function .* got 3"):
-        ManualWeight(3)  # type: ignore[arg-type]
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(StageError, match=r"must return a function without arguments .* got None"):
-        backward_input([x * 2], [torch.ones(2)], ManualWeight(lambda: None), inputs=[x])  # type: ignore[arg-type, return-value]
 
 
 def test_inference_and_no_grad_forwards_defer_nothing() -> None:

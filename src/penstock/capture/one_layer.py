@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.backward.offload_targets import THRESHOLD
 from penstock.balance import LayerCost
 from penstock.capture.stage_module import StageModule
 from penstock.nest import Value, map_tensors, tensors_in
 from penstock.stage.backward import Deferral, backward_input, backward_weight, run_backward_full, run_deferred
-from penstock.stage.elsewhere import THRESHOLD
 from penstock.stage.held import Held
 
 

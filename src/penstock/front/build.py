@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.backward.compile_stage import compile_in_place
+from penstock.backward.offload_targets import offload_target
 from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
@@ -34,7 +35,6 @@ from penstock.plan import Placement, Plan
 from penstock.run.planning import sparing
 from penstock.simulate import simulate
 from penstock.stage.digest import operators_of
-from penstock.stage.elsewhere import elsewhere
 from penstock.stage.inference import refuse_inference_mode
 
 _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
@@ -150,7 +150,7 @@ def _measured(request: Request, ends: Ends) -> Machine:
     if request.of_steps.offload is False and not _may_offload(request, ends):
         return machine
     ends.gather("about to measure copies", None)
-    place = elsewhere(request.of_steps.offload_to)
+    place = offload_target(request.of_steps.offload_to)
     found = ends.agree("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))
     return replace(machine, copy_bandwidth=float(min(found)))
 

@@ -22,6 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from penstock.backward.offload_targets import OffloadTarget
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.transport import Transport
 from penstock.front.choice import Machine
@@ -31,7 +32,6 @@ from penstock.plan.actions import OP, microbatch_of
 from penstock.run.schedule import Schedule
 from penstock.schedules import get_schedule
 from penstock.simulate import Link, Timeline
-from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 _MICROBATCHES: Final = 8
@@ -192,10 +192,10 @@ def unlike(links: Sequence[Link], latency: float) -> tuple[Link, ...]:
     return tuple(found)
 
 
-def copy_bandwidth(device: torch.device, elsewhere: Elsewhere) -> float:
+def copy_bandwidth(device: torch.device, elsewhere: OffloadTarget) -> float:
     """Bytes a second of a copy, the mean of the way there and the way back; the best of some rounds.
 
-    >>> from penstock.stage.elsewhere import HostMemory
+    >>> from penstock.backward.offload_targets import HostMemory
     >>> copy_bandwidth(torch.device("cpu"), HostMemory()) > 0
     True
     """
@@ -204,7 +204,7 @@ def copy_bandwidth(device: torch.device, elsewhere: Elsewhere) -> float:
     return 2 * _COPIED / min(_round_trip(flat, elsewhere) for _ in range(_ROUNDS))
 
 
-def _round_trip(flat: torch.Tensor, elsewhere: Elsewhere) -> float:
+def _round_trip(flat: torch.Tensor, elsewhere: OffloadTarget) -> float:
     """Seconds there and back: of the host, or on a device by its own events, since the host does not wait for copies."""
     if flat.is_cpu:
         start = time.perf_counter()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from penstock.backward.recompute import recomputing
 from penstock.batch import batch_size_of
 from penstock.errors import RunError
 from penstock.front import Pipeline
@@ -27,7 +28,6 @@ from penstock.integrations.data_numbers import DataNumbers
 from penstock.integrations.hf_batches import count_labels
 from penstock.nest import Value, has_tensor, open_node
 from penstock.stage.buffers import Tables
-from penstock.stage.recompute import recomputing
 
 # The arguments of LightningModule.log behind name and value.
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")

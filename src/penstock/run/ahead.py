@@ -113,6 +113,7 @@ class DressRehearsal:
     def arguments(self, run: StageRun) -> tuple[tuple[Value, ...], dict[str, Value]]:
         """What the stage will be called with for the first microbatch: what this rank has itself, and zeros."""
         device = self.program.transport.device
+        copies, run.given.copies = run.given.copies, False
         try:
             for inbox in run.inboxes:
                 layout = self.layouts[inbox.producer]
@@ -122,6 +123,7 @@ class DressRehearsal:
                 inbox.arrived[0], inbox.values[0] = leaves, unflatten(layout.spec, leaves)
             return run.arguments(0)
         finally:
+            run.given.copies = copies
             for inbox in run.inboxes:
                 inbox.arrived[0] = inbox.values[0] = None
 

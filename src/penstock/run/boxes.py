@@ -1,8 +1,8 @@
 """Boxes: where the values of microbatches in flight lie, between the action that makes them and the one that takes them.
 
 An `Inbox` holds what a producer stage gave to this rank, as fresh leaves: autograd gathers their gradients in `.grad`,
-over all the stages of this rank that use them. An `Outbox` holds what a stage of this rank gave to one rank (perhaps
-this one), with its graph, until its gradient comes back.
+over all the stages of this rank that use them. An `Outbox` holds what a stage of this rank gave to one rank until it is
+sent; then its gradient comes back.
 
 Values go one way and their gradients the other. Where both ends know what a message looks like, its tensors are sent and nothing
 else. Where they do not, in a cold step, it describes itself (see `penstock.run.layout`).
@@ -10,7 +10,7 @@ else. Where they do not, in a cold step, it describes itself (see `penstock.run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from penstock.errors import ShapeError
 from penstock.nest import Value
 from penstock.run.channel import Channel
 from penstock.run.layout import Layout, TensorLayout, dense, described, unwire, wire
-from penstock.stage.boundary import SINGLE, Spec, flatten, unflatten
+from penstock.stage.boundary import SINGLE, Spec, unflatten
 from penstock.stage.dtensors import DTensorLayout
 
 if TYPE_CHECKING:
@@ -147,11 +147,10 @@ class Inbox(MessageBox[Tensor]):
         self.places: tuple[int, ...] = ()  # which outputs of the producer these are, for a captured stage
         self.values: list[Value] = [None] * num_microbatches
         self.reads = [0] * num_microbatches
-        self.repeated: frozenset[int | None] = frozenset()  # microbatches whose value nobody else on this rank holds
 
     # -- forward
 
-    def put(self, microbatch: int, tensors: list[Tensor], spec: Spec) -> None:
+    def put(self, microbatch: int, tensors: Sequence[Tensor], spec: Spec) -> None:
         """Hand over on one rank: fresh leaves of the same memory."""
         leaves = [t.detach().requires_grad_(self.grad and t.requires_grad) for t in tensors]
         self.arrived[microbatch] = leaves
@@ -245,21 +244,17 @@ class Outbox(MessageBox[Tensor | None]):
         self.inbox: Inbox | None = None  # where a consumer on this rank looks
         self.ordered = False  # tensors keep the order of their dimensions in memory, by which random numbers are drawn
         self.select: tuple[int, ...] | None = None  # which outputs of the stage; None: the output as it is
-        self.repeated: frozenset[int | None] = (
-            frozenset()
-        )  # microbatches whose forward runs again: nothing is kept till then
-        self.tensors: list[list[Tensor] | None] = [None] * num_microbatches
+        self.tensors: list[Sequence[Tensor] | None] = [None] * num_microbatches
         self.specs: list[Spec | None] = [None] * num_microbatches
+        self.meshes: dict[int, list[DeviceMesh | None]] = {}  # by microbatch: of DTensors that were sent
 
     # -- forward
 
-    def keep(self, microbatch: int, output: object) -> None:
-        """After the forward: what goes there, and its nest."""
-        tensors, spec = flatten(output if self.select is None else self.chosen(output))
+    def keep(self, microbatch: int, tensors: Sequence[Tensor], spec: Spec) -> None:
+        """After the forward: hand the value over to a stage of this rank, or keep it until it is sent."""
         if self.inbox is not None:
             self.inbox.put(microbatch, tensors, spec)
-            if not self.grad or microbatch in self.repeated:
-                return
+            return
         self.tensors[microbatch] = tensors
         self.specs[microbatch] = spec
 
@@ -270,12 +265,8 @@ class Outbox(MessageBox[Tensor | None]):
             return output
         return output[select[0]] if len(select) == 1 else tuple([output[place] for place in select])
 
-    def keep_again(self, microbatch: int, output: object) -> None:
-        """After a forward that was run again: the same with its graph, from which the backward starts."""
-        self.tensors[microbatch], self.specs[microbatch] = flatten(self.chosen(output))
-
     def send(self, microbatch: int) -> None:
-        """SEND_F. A value that went out stays for its gradient, unless there will be none, or another is made for it."""
+        """SEND_F. The value is released: its graph belongs to the pass of the microbatch."""
         tensors, spec, layout = self.tensors[microbatch], self.specs[microbatch], self.outgoing[microbatch]
         assert tensors is not None and spec is not None, "its forward has run"  # noqa: PT018
         if layout is not None:
@@ -292,26 +283,29 @@ class Outbox(MessageBox[Tensor | None]):
             layout.check_device(self.channel.device, self.stage, microbatch)
             self.channel.post_described(layout.encode(), self._wired(tensors, layout))
             self.outgoing[microbatch] = layout
-        if not self.grad or (microbatch in self.repeated and all(tensor.grad_fn is None for tensor in tensors)):
-            self.tensors[microbatch] = self.specs[microbatch] = None
+        for tensor in tensors if self.grad else ():
+            if type(tensor) is not Tensor:
+                self.meshes[microbatch] = [getattr(one, "device_mesh", None) for one in tensors]
+                break
+        self.tensors[microbatch] = self.specs[microbatch] = None
 
-    def _wired(self, tensors: list[Tensor], layout: Layout) -> list[Tensor]:
+    def _wired(self, tensors: Sequence[Tensor], layout: Layout) -> list[Tensor]:
         pairs = zip(tensors, layout.tensors, strict=True)
         return [wire(tensor, None if known is None else known.order) for tensor, known in pairs]
 
     # -- backward
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
-        """The gradients of `tensors`, as soon as they are there."""
+        """The gradients of what was sent, as soon as they are there."""
         if self.inbox is not None:
             return self.inbox.grads(microbatch)
         found = self.wait_for(microbatch)
         self.arrived[microbatch] = None
-        layout, tensors = self.incoming[microbatch], self.tensors[microbatch]
-        for place, expected in enumerate(layout.tensors if layout is not None and tensors is not None else ()):
+        layout, meshes = self.incoming[microbatch], self.meshes.pop(microbatch, ())
+        for place, mesh in enumerate(meshes):
+            expected = layout.tensors[place] if layout is not None else None
             if expected is not None and expected.distributed is not None:
-                mesh = getattr(tensors[place], "device_mesh", None)  # type: ignore[index]  # there are some
-                found[place] = unwire(found[place], expected, mesh)  # type: ignore[arg-type]  # so is this
+                found[place] = unwire(found[place], expected, mesh)  # type: ignore[arg-type]  # there is one
         return found
 
     def left_over(self) -> list[int]:
@@ -322,6 +316,7 @@ class Outbox(MessageBox[Tensor | None]):
         super().clear()
         self.tensors[:] = [None] * len(self.tensors)
         self.specs[:] = [None] * len(self.specs)
+        self.meshes.clear()
 
 
 def _name(tensor: Tensor) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.backward.offload_targets import PendingLoad
 from penstock.nest import Value, map_tensors
-from penstock.stage.elsewhere import Coming
 
 
 class Feed:
@@ -25,7 +25,7 @@ class Feed:
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device, self._stream = device, stream
         # By the id of a tensor: the tensor, its pinned copy, and that on the device. All are kept for the step.
-        self._begun: dict[int, tuple[Tensor, Tensor, Coming]] = {}
+        self._begun: dict[int, tuple[Tensor, Tensor, PendingLoad]] = {}
 
     def of(self, values: Sequence[Value], microbatch: int) -> Value:
         """The value of a microbatch, on the device; the copy of the next one begins."""
@@ -46,7 +46,7 @@ class Feed:
             source = pinned(tensor)
             with self._stream, torch.no_grad():
                 there = source.to(self._device, non_blocking=True)
-            self._begun[id(tensor)] = tensor, source, Coming(there, self._stream.record_event())
+            self._begun[id(tensor)] = tensor, source, PendingLoad(there, self._stream.record_event())
         return tensor
 
     def _take(self, tensor: Tensor) -> Tensor:

@@ -27,10 +27,9 @@ class LastStage:
 
     def __init__(self, num_microbatches: int, *, grad: bool) -> None:
         self.grad = grad
-        self.losses: list[Tensor | None] = [None] * num_microbatches  # with their graphs, until the backward
+        self.shapes: list[torch.Size | None] = [None] * num_microbatches  # of losses, until the backward
         self.reported: list[Tensor | None] = [None] * num_microbatches  # of `board`, once they are there
         self.board: tuple[Tensor, ...] = ()  # a place for each loss of a step
-        self.copies = False  # whether losses are kept as copies, in memory of their own size
         self.outputs: list[Value] = [None] * num_microbatches
         self.shares: Weights | None = None  # of the losses in that of the batch; None: they add up
         self.weights: Weights | None = None  # factors of the losses before their backward; None: all are 1
@@ -42,8 +41,9 @@ class LastStage:
         if not callable(batch.shares):
             self.shares, self.weights = batch.shares, batch.weights(batch.shares)
 
-    def finish(self, microbatch: int, output: object, inputs: Batch) -> None:
-        """After a forward: compute the loss, keep the output if it is asked for."""
+    def finish(self, microbatch: int, output: object, inputs: Batch) -> Tensor | None:
+        """After a forward: compute the loss, keep the output if it is asked for. Return the loss."""
+        loss: Tensor | None = None
         if inputs.loss_fn is not None and inputs.targets is not None:
             copies, targets = inputs.copies, inputs.targets
             target = targets[microbatch] if copies is None else copies.of(targets, microbatch)
@@ -56,14 +56,12 @@ class LastStage:
             if self.open and callable(inputs.shares):
                 self.open, self.shares = False, inputs.shares(output, target)
                 self.weights = inputs.weights(self.shares)
-            if self.grad and self.losses[microbatch] is None:  # else it is run again for the graph of the first run
-                if not self.board:  # the first of a step tells for all
-                    # Some of torch's losses leave their one number in the memory of all rows.
-                    self.copies = type(loss) is Tensor and loss.untyped_storage().nbytes() > loss.nbytes
-                self.losses[microbatch] = loss.clone() if self.copies else loss
+            if self.grad:
+                self.shapes[microbatch] = loss.shape
             self.report(microbatch, loss.detach())
         if inputs.keep_outputs:
             self.outputs[microbatch] = detached(output) if self.grad else output
+        return loss
 
     def report(self, microbatch: int, loss: Tensor) -> None:
         """Copy a loss: itself it could keep its input's memory alive. All of a step lie in one piece of memory, since many
@@ -76,15 +74,16 @@ class LastStage:
         place = self.reported[microbatch] = self.board[microbatch]
         place.copy_(loss.reshape(()) if loss.shape else loss)
 
-    def seed(self, microbatch: int) -> tuple[Tensor, Tensor] | None:
-        """What the backward starts from: the loss, and its weight in the batch; None: nothing is to be differentiated."""
-        loss, self.losses[microbatch] = self.losses[microbatch], None
-        if loss is None or not loss.requires_grad:
+    def seed(self, microbatch: int) -> Tensor | None:
+        """Return the gradient of the loss, which is its weight in the batch; None if there is no loss."""
+        shape, self.shapes[microbatch] = self.shapes[microbatch], None
+        loss = self.reported[microbatch]
+        if shape is None or loss is None:
             return None
         weight = 1.0 if self.weights is None else self.weights[microbatch]
         if isinstance(weight, Tensor):  # a number on a device, which is not read
-            return loss, weight.to(loss.dtype).expand_as(loss)
-        return loss, torch.full_like(loss, weight)
+            return weight.to(loss.dtype).expand(shape)
+        return torch.full_like(loss, weight).expand(shape)
 
     def results(self, inputs: Batch) -> tuple[list[Tensor], list[Value], Weights | None]:
         """Return losses and outputs of the step by microbatch, and the shares of the losses."""
@@ -92,7 +91,7 @@ class LastStage:
         return losses, list(self.outputs) if inputs.keep_outputs else [], self.shares
 
     def clear(self) -> None:
-        for held in (self.losses, self.reported, self.outputs):
+        for held in (self.shapes, self.reported, self.outputs):
             held[:] = [None] * len(held)
         self.board = ()
         self.shares = self.weights = None

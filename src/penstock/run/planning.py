@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
 
+from penstock.backward.offload_targets import OffloadTarget
 from penstock.comm.transport import Transport
 from penstock.errors import PlanError, RunError, StageError
 from penstock.lower import lower
@@ -21,12 +22,11 @@ from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS
 from penstock.schedules import all_schedules, get_schedule
 from penstock.simulate import Costs, simulate
-from penstock.stage.elsewhere import Elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 Sparing = Stages | bool | str
 """What `recompute=` and `offload=` take: True, stages, {stage: [microbatches]}; of `offload` also "host" and "disk"."""
-Place = str | PathLike[str] | Elsewhere | None
+Place = str | PathLike[str] | OffloadTarget | None
 """What `offload_to=` takes: a folder, a place of the user's own, or nothing for the memory of the host."""
 
 

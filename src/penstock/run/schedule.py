@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.backward.offload_targets import offload_target
 from penstock.batch.batch import Args, Batch, Kwargs, Rows, precise_on
 from penstock.batch.policy import RowPolicy, StepPolicy
 from penstock.checks import check_types
@@ -38,7 +39,6 @@ from penstock.run.runner import Outcome, Runner
 from penstock.run.setting import ActionKind, Binding
 from penstock.run.ties import Holders, Tied, Ties, holders_of
 from penstock.simulate import Costs
-from penstock.stage.elsewhere import elsewhere
 from penstock.stage.pipeline_stage import PipelineStage
 
 Observer = TypeVar("Observer", bound=StepObserver)
@@ -126,7 +126,7 @@ class Schedule:
         self._binding = Binding(
             receives,
             MicrobatchRng(seed, self.stages[0].device) if rng == "per-microbatch" else None,
-            elsewhere(offload_to),
+            offload_target(offload_to),
         )
         self._dynamic = dynamic
         check_flags(self, "scale_grads", "_dynamic")

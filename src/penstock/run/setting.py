@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from penstock.backward.offload_targets import OffloadTarget
 from penstock.lower import ReceivePolicy
 from penstock.parallel import DataParallel
 from penstock.plan import Op, Overlap, Plan
 from penstock.run.rng import MicrobatchRng
-from penstock.stage.elsewhere import Elsewhere
 
 Call: TypeAlias = Callable[[], object]
 """Does an action."""
@@ -27,7 +27,7 @@ class Binding:
 
     receives: ReceivePolicy | None = None  # how far ahead receives are posted; None: as suits the mode
     rng: MicrobatchRng | None = None
-    elsewhere: Elsewhere | None = None  # where O takes what forwards saved; None: to the memory of the host
+    elsewhere: OffloadTarget | None = None  # where O takes what forwards saved; None: to the memory of the host
     # The user's handlers, which stand before the others.
     custom: dict[ActionKind, Handler] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,39 +12,33 @@ from torch import Tensor
 
 from penstock.backward.compile_ahead import is_left_over
 from penstock.backward.compile_stage import CompiledStage
+from penstock.backward.engine_protocol import BackwardEngine, MicrobatchPass, Output, Run, Seeds
+from penstock.backward.engines import Engines
+from penstock.backward.full import FullEngine, ManualEngine
+from penstock.backward.module_state import ModuleState
+from penstock.backward.offload import Offloaded
+from penstock.backward.offload_targets import HostMemory
+from penstock.backward.recompute import Recomputed
+from penstock.backward.split import SplitEngine
 from penstock.batch.batch import NO_BATCH, Batch, Weights
 from penstock.errors import StageError
 from penstock.nest import Value, tensors_in
-from penstock.parallel import Unwrapped, unwrap
+from penstock.parallel import unwrap
 from penstock.plan import Op
 from penstock.run.boxes import Inbox, Outbox
 from penstock.run.call_arguments import CallArguments, check_given
 from penstock.run.last_stage import LastStage
 from penstock.run.setting import Setting
-from penstock.stage.backward import (
-    Deferral,
-    ManualWeight,
-    Pending,
-    backward_input,
-    backward_weight,
-    can_split,
-    run_deferred,
-)
-from penstock.stage.buffers import buffer_tables, copied_out, remember
-from penstock.stage.elsewhere import HostMemory
-from penstock.stage.engine import run_engine
-from penstock.stage.offload import Saved, saving
+from penstock.stage.backward import Deferral, can_split
+from penstock.stage.boundary import Spec, flatten
+from penstock.stage.buffers import buffer_tables, copied_out
 from penstock.stage.pipeline_stage import PipelineStage
-from penstock.stage.recompute import Repeats
 
 _log = logging.getLogger("penstock")
 
-ModuleCall = Callable[[int, tuple[Value, ...], dict[str, Value]], Value]
-"""Calls the module for a microbatch, with its arguments."""
-
 
 class StageRun:
-    """One stage of this rank, in one mode: training with a full or a split backward, or forward only."""
+    """One stage of this rank, in one mode: training, with an engine for each microbatch, or forward only."""
 
     def __init__(
         self,
@@ -53,56 +47,68 @@ class StageRun:
         *,
         inboxes: Sequence[Inbox],
         outboxes: Sequence[Outbox],
-        chosen: Sequence[tuple[Op, int | None]],  # its actions of these kinds, and their microbatches
+        chosen: Sequence[tuple[Op, int | None]],  # its actions I, R and O, and their microbatches
     ) -> None:
         num_microbatches, grad, rng = setting.plan.num_microbatches, setting.grad, setting.rng
-        split, repeated, moved = (frozenset(m for op, m in chosen if op is kind) for kind in (Op.I, Op.R, Op.O))
         self.stage = stage
         self.module = stage.submod
         self.inboxes = inboxes
         self.outboxes = outboxes
         self.grad = grad
         self.rng = rng
-        self.split = split  # the microbatches whose backward comes in two parts
         self.inputs = NO_BATCH
         self.number = 0  # of the training step, by which random numbers are keyed
-        self.alone: list[Inbox] = []
-        self.manual = stage.dw_builder if grad else None
+        self.local = [inbox for inbox in inboxes if inbox.channel is None]  # from stages of this rank
         # Without what data parallelism has put around it, unless that is what is compiled.
         self.inner = unwrap(self.module) if self.module._compiled_call_impl is None else self.module
-        self.deferral = Deferral(self.inner) if split and self.manual is None else None
-        parts = CompiledStage(self.inner, self.deferral)
+        self.split = frozenset(m for op, m in chosen if op is Op.I and grad and stage.dw_builder is None)
+        deferral = Deferral(self.inner) if self.split else None
+        self.splitting = None if deferral is None else SplitEngine(deferral)
+        parts = CompiledStage(self.inner, deferral)
         self.compiled = parts or None  # what torch.compile has compiled
-        # What I leaves for W.
-        self.pending: list[Pending | ManualWeight | None] = [None] * num_microbatches
-        self.repeated = repeated  # the microbatches whose forward is run again before the backward
-        self.repeats: Repeats | None = None
-        if repeated:
-            stops = self.manual is None and isinstance(setting.adapters.get(stage.stage_index), Unwrapped | None)
-            self.repeats = Repeats(
-                self.module, num_microbatches, device=stage.device, keyed=rng is not None, stops=stops
-            )
-        self.moved = moved  # those of which what the forward saved is moved away and back
-        self.elsewhere = setting.elsewhere or HostMemory()
-        self.saved: list[Saved | None] = [None] * num_microbatches
-        for outbox in outboxes:
-            outbox.repeated = repeated
-            if outbox.inbox is not None:
-                outbox.inbox.repeated = repeated
+        self.engines = self._engines(setting).select(chosen, num_microbatches) if grad else []
+        self.stepped = [
+            engine for engine in set(self.engines) if type(engine) is not FullEngine
+        ]  # do something around steps
+        self.passes: list[MicrobatchPass | None] = [None] * num_microbatches
         self.last = LastStage(num_microbatches, grad=grad) if stage.is_last else None
         self.given = CallArguments(stage, inboxes, num_microbatches)
         self.given.eager = not parts
+        # In the first step the module gets copies, which show whether it changes its inputs in place. For what is compiled
+        # they would count as other inputs: there the first forward shows it by an error.
+        self.given.copies = self.looking = grad and bool(inboxes) and not parts
+        self.tries = grad and bool(inboxes) and not self.looking
+        self.changes: bool | None = None  # whether a forward of the first step has changed its input in place
         self.arguments = self.given.of
-        self.proved = not grad or not inboxes  # whether a forward has shown that it leaves its inputs alone
         self.checks_input = False  # only in cold steps
         self.rehearsed = False  # whether it was run without data in this step
         self.buffers = buffer_tables(self.module)
-        if split and self.manual is None and not can_split(self.module):
+        if self.splitting is not None and not can_split(self.module):
             warnings.warn(
                 f"stage {stage.stage_index} is scripted: its backward cannot be taken apart, so the input slot does all of "
                 "it and the weight slot what is left. The gradients are right; the bubble is that of a full backward",
                 stacklevel=2,
             )
+
+    def _engines(self, setting: Setting) -> Engines:
+        """How engines of this stage are made."""
+        stage, module = self.stage, self.module
+        state = ModuleState(module, device=stage.device, keyed=self.rng is not None)
+        target = setting.elsewhere or HostMemory()
+
+        def full() -> BackwardEngine:
+            if stage.dw_builder is not None:
+                return ManualEngine(stage.dw_builder)
+            return FullEngine()
+
+        return Engines(
+            full=full,
+            split=lambda: self.splitting or full(),
+            recomputed=lambda inner: Recomputed(inner, state, stage=stage.stage_index),
+            offloaded=lambda inner: Offloaded(
+                inner, module, target, lambda: (self.inputs.targets, self.inputs.loss_kwargs)
+            ),
+        )
 
     # -- the actions
 
@@ -111,123 +117,43 @@ class StageRun:
         args, kwargs = self.arguments(microbatch)
         if self.checks_input:
             check_given(self.stage, args, microbatch=microbatch, name="input_args")
-        call = self.call if self.proved else self.first_call
-        if microbatch in self.repeated:
-            call = partial(self.call_first, call)
-        elif microbatch in self.moved:
-            call = partial(self.call_saving, call)
+        run = partial(self.call, microbatch)
+        if self.compiled is not None:
+            run = partial(self.call_compiled, microbatch)
+        if self.tries:
+            run = partial(self.call_trying, run, microbatch)
+        given = [(one, one._version) for one in tensors_in((args, kwargs)) if one.requires_grad] if self.looking else []
         try:
-            if self.rng is None:
-                output = call(microbatch, args, kwargs)
-            else:
-                with self.rng.at(self.stage.stage_index, microbatch, self.number):
-                    output = call(microbatch, args, kwargs)
+            with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch, self.number):
+                if self.grad:
+                    self.passes[microbatch], output = self.engines[microbatch].forward(run, args, kwargs)
+                else:
+                    output = run(args, kwargs)
         except RuntimeError as error:
             if self.given.copies or not self.inboxes or not _changes_a_leaf(error):
                 raise
             # It may have drawn random numbers by then, and changed buffers and other inputs, of all of which there is no copy.
             self.given.copies = True
             raise StageError(
-                f"stage {self.stage.stage_index} changes its input in place for microbatch {microbatch}, and did not before, or "
-                "not first of all; it may have changed more by then, so it is not run again. From the next step on it is given "
+                f"stage {self.stage.stage_index} changes its input in place for microbatch {microbatch}, and did not in the "
+                "first step; it may have changed more by then, so it is not run again. From the next step on it is given "
                 "copies: call step again, or write x = x.clone() first in its forward"
             ) from error
-        for outbox in self.outboxes:
-            outbox.keep(microbatch, output)
+        if self.looking:  # the first step shows whether forwards change their inputs in place
+            self.changes = bool(self.changes) or any(one._version != version for one, version in given)
+        for outbox, (tensors, spec) in zip(self.outboxes, output.messages, strict=True):
+            outbox.keep(microbatch, tensors, spec)
         if not self.grad:
             for inbox in self.inboxes:
                 inbox.read(microbatch)
 
-    def recompute(self, microbatch: int) -> None:
-        """R."""
-        args, kwargs = self.arguments(microbatch)
-        with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch, self.number):
-            run = partial(self.call, microbatch, args, kwargs)
-            output = self.repeats.again(microbatch, run)  # type: ignore[union-attr]
-        for outbox in self.outboxes:
-            outbox.keep_again(microbatch, output)
-
-    def offload(self, microbatch: int) -> None:
-        """O."""
-        self.saved[microbatch].offload(self.elsewhere)  # type: ignore[union-attr]
-
-    def load(self, microbatch: int) -> None:
-        """L."""
-        saved, self.saved[microbatch] = self.saved[microbatch], None
-        saved.load()  # type: ignore[union-attr]
-
-    def first_call(self, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Value:
-        """The first forward shows whether the module changes its input in place, which autograd refuses for a leaf.
-
-        It then runs again, from the same random state and the same buffers, and gets copies from then on.
-        """
-        rewind = remember(self.module, args)
-        others = [(one, one._version) for one in tensors_in((args, kwargs)) if not one.requires_grad]
-        try:
-            output = self.call(microbatch, args, kwargs)
-        except RuntimeError as error:
-            changed = any(one._version != version for one, version in others)
-            if self.given.copies or changed or not _changes_a_leaf(error):
-                raise
-            self.given.copies = True
-            rewind()
-            output = self.call(microbatch, *self.arguments(microbatch))
-        self.proved = True
-        return output
-
-    def call_first(
-        self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Value:
-        """The first of two runs: unless its graph stays, it is dropped at once, and so is whatever waits for its backward."""
-        repeats = self.repeats
-        assert repeats is not None, "the plan has an R of this microbatch"
-        # What a compiled graph saves is its own business; what waits for W is not autograd's.
-        whole = self.compiled is not None or microbatch in self.split
-        last = self.last
-        loss = (lambda: None) if last is None else partial(last.losses.__getitem__, microbatch)
-        output = repeats.first(microbatch, partial(call, microbatch), (args, kwargs), whole=whole, loss=loss)
-        if repeats.stays(microbatch):
-            return output
-        self.pending[microbatch] = None
-        if last is not None:
-            last.losses[microbatch] = None
-        return output
-
-    def call_saving(
-        self, call: ModuleCall, microbatch: int, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        """A run of which what autograd saves can be moved away."""
-        given = self.inputs
-        target = given.targets[microbatch] if given.targets is not None else None
-        inputs = tensors_in((args, kwargs, target, given.loss_kwargs))
-        with saving(self.module, inputs, threshold=self.elsewhere.threshold) as saved:
-            output = call(microbatch, args, kwargs)
-        if self.outboxes or given.keep_outputs:  # else nobody holds it
-            saved.leave(tensors_in(output))
-        self.saved[microbatch] = saved
-        return output
-
-    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Output:
         """The module, and on the last stage the loss."""
-        split = microbatch in self.split
-        if self.compiled is None:
-            return self.call_once(microbatch, args, kwargs)
-        with self.compiled.running(split=split):
-            output = self.call_once(microbatch, args, kwargs)
-        if split and self.compiled.looking:
-            loss = None if self.last is None else self.last.losses[microbatch]
-            self.compiled.look(tensors_in((output, loss)))
-        return output
-
-    def call_once(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
-        if microbatch not in self.split:
-            output = self.module(*args, **kwargs)
-        elif self.deferral is not None:
-            output, self.pending[microbatch] = run_deferred(self.deferral, self.module, args, kwargs)
+        if microbatch in self.split:
+            value = self.splitting.call(self.module, args, kwargs)  # type: ignore[union-attr]  # there is one
         else:
-            output = self.module(*args, **kwargs)
-            self.pending[microbatch] = ManualWeight(self.manual)  # type: ignore[arg-type]
-        if self.rehearsed and is_left_over(output, (args, kwargs)):
+            value = self.module(*args, **kwargs)
+        if self.rehearsed and is_left_over(value, (args, kwargs)):
             _log.warning(
                 "stage %d gave NaN for microbatch %d, whose input has none. If it keeps something outside of its modules, in a "
                 "global dictionary perhaps, that follows from an input: the run on placeholders, which finds shapes before "
@@ -236,66 +162,107 @@ class StageRun:
                 microbatch,
             )
         if self.buffers:
-            output = copied_out(output, self.buffers)
+            value = copied_out(value, self.buffers)
         if self.stage.output_args is not None:
-            check_given(self.stage, output, microbatch=microbatch, name="output_args")
+            check_given(self.stage, value, microbatch=microbatch, name="output_args")
         if self.last is not None:
-            self.last.finish(microbatch, output, self.inputs)
+            loss = self.last.finish(microbatch, value, self.inputs)
+            if not self.inputs.keep_outputs:
+                value = None
+            if loss is None:
+                return Output(value)
+            return Output(value, (loss,))
+        roots: list[Tensor] = []
+        messages: list[tuple[list[Tensor], Spec]] = []
+        for outbox in self.outboxes:
+            part = value
+            if outbox.select is not None:
+                part = outbox.chosen(value)
+            tensors, spec = flatten(part)
+            roots += tensors
+            messages.append((tensors, spec))
+        return Output(None, roots, messages)
+
+    def call_compiled(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Output:
+        """The same where torch.compile has compiled something."""
+        assert self.compiled is not None, "asked before"
+        split = microbatch in self.split
+        with self.compiled.running(split=split):
+            output = self.call(microbatch, args, kwargs)
+        if split and self.compiled.looking:
+            self.compiled.look(output.roots)
         return output
+
+    def call_trying(self, run: Run, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Output:
+        """The first forward of a compiled stage: if it changes its input in place, it is run again with copies."""
+        state = ModuleState(self.module, device=self.stage.device)
+        state.begin_step(self.inputs.loss_fn)
+        before = state.snapshot()
+        self.tries = False
+        try:
+            return run(args, kwargs)
+        except RuntimeError as error:
+            if self.given.copies or not _changes_a_leaf(error):
+                raise
+        self.given.copies = True
+        before.put_back()
+        return run(*self.arguments(microbatch))
+
+    def recompute(self, microbatch: int) -> None:
+        """R."""
+        args, kwargs = self.arguments(microbatch)
+        with nullcontext() if self.rng is None else self.rng.at(self.stage.stage_index, microbatch, self.number):
+            self.of(microbatch).recompute(args, kwargs)
+
+    def offload(self, microbatch: int) -> None:
+        """O."""
+        self.of(microbatch).offload()
+
+    def load(self, microbatch: int) -> None:
+        """L."""
+        self.of(microbatch).load()
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        roots, grads = self.seeds(microbatch)
-        if roots:
-            run_engine(tuple(roots), tuple(grads))
-        if self.manual is not None:  # weight work made by hand, in the same breath
-            weight = ManualWeight(self.manual)
-            weight.build()
-            weight.run()
-        if self.alone:
-            self.let_go(microbatch)
+        found, self.passes[microbatch] = self.passes[microbatch], None
+        assert found is not None, "the check has found its F"
+        found.backward(self.seeds(microbatch))
+        for inbox in self.local:
+            inbox.read(microbatch)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        roots, grads = self.seeds(microbatch)
-        pending = self.pending[microbatch]
-        assert pending is not None, "the check has found its F"
-        leaves = [leaf for inbox in self.inboxes for leaf in inbox.arrived[microbatch] or ()]
+        seeds = self.seeds(microbatch)
         with nullcontext() if self.compiled is None else self.compiled.running(split=True):
-            backward_input(roots, grads, pending, inputs=leaves)
-        del leaves
-        if self.alone:
-            self.let_go(microbatch)
+            self.of(microbatch).backward_input(seeds)
+        for inbox in self.local:
+            inbox.read(microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        pending, self.pending[microbatch] = self.pending[microbatch], None
-        assert pending is not None, "the check has found its I"
-        backward_weight(pending)
+        found, self.passes[microbatch] = self.passes[microbatch], None
+        assert found is not None, "the check has found its I"
+        found.backward_weight()
 
-    # -- their parts
+    def of(self, microbatch: int) -> MicrobatchPass:
+        """Return the pass of a microbatch whose forward has run."""
+        found = self.passes[microbatch]
+        if found is None:
+            raise StageError(f"stage {self.stage.stage_index} has run no forward of microbatch {microbatch}")
+        return found
 
-    def let_go(self, microbatch: int) -> None:
-        """After the backward: what a stage of this rank gave that is run again itself, and so does not hold its output."""
-        for inbox in self.alone:
-            if microbatch in inbox.repeated:
-                inbox.read(microbatch)
-
-    def seeds(self, microbatch: int) -> tuple[list[Tensor], list[Tensor]]:
-        """What the backward starts from: outputs that have a gradient, and it; on the last stage the loss."""
-        roots: list[Tensor] = []
-        grads: list[Tensor] = []
+    def seeds(self, microbatch: int) -> Seeds:
+        """Return the gradients from which the backward starts: those of sent tensors, or that of the loss."""
+        seeds: list[tuple[int, Tensor]] = []
+        if self.last is not None and (grad := self.last.seed(microbatch)) is not None:
+            seeds.append((0, grad))
+        place = 0
         for outbox in self.outboxes:
-            found = outbox.gradients(microbatch)
-            for tensor, grad in zip(outbox.tensors[microbatch] or (), found, strict=True):
-                if grad is not None and tensor.requires_grad:
-                    roots.append(tensor)
-                    grads.append(grad)
-            outbox.tensors[microbatch] = outbox.specs[microbatch] = None
-        if self.last is not None and (seed := self.last.seed(microbatch)):
-            roots.append(seed[0])
-            grads.append(seed[1])
-        return roots, grads
+            for grad in outbox.gradients(microbatch):
+                if grad is not None:
+                    seeds.append((place, grad))
+                place += 1
+        return seeds
 
     # -- around a step
 
@@ -305,9 +272,8 @@ class StageRun:
         self.given.begin(inputs)
         if self.last is not None:
             self.last.begin(inputs, uneven=uneven)
-        self.alone = [inbox for inbox in self.inboxes if inbox.repeated]  # whose values nobody but this stage may hold
-        if self.repeats is not None:
-            self.repeats.begin(inputs.loss_fn if self.last is not None else None)
+        for engine in self.stepped:
+            engine.begin_step(inputs.loss_fn)
         if self.compiled is not None:
             self.compiled.begin_step()
 
@@ -317,20 +283,16 @@ class StageRun:
 
     def left_over(self) -> list[str]:
         index = self.stage.stage_index
-        found = [f"weight work of stage {index}, microbatch {m}" for m, work in enumerate(self.pending) if work]
+        found = [f"the backward of stage {index}, microbatch {m}" for m, one in enumerate(self.passes) if one]
         if self.last is not None:
-            found += [f"loss of microbatch {m}" for m, loss in enumerate(self.last.losses) if loss is not None]
-        found += [f"saved tensors of stage {index}, microbatch {m}" for m, s in enumerate(self.saved) if s is not None]
-        if self.repeats is not None:
-            found += [f"a forward of stage {index} to be run again, microbatch {m}" for m in self.repeats.left_over()]
+            found += [f"loss of microbatch {m}" for m, shape in enumerate(self.last.shapes) if shape is not None]
         return found
 
     def clear(self) -> None:
-        size = len(self.pending)
-        self.pending[:] = [None] * size
-        self.saved[:] = [None] * size
-        if self.repeats is not None:
-            self.repeats.clear()
+        """After a step, or a part of one."""
+        if self.looking and self.changes is not None and all(one is None for one in self.passes):
+            self.given.copies, self.looking = self.changes, False
+        self.passes[:] = [None] * len(self.passes)
         if self.last is not None:
             self.last.clear()
         self.inputs = NO_BATCH
@@ -338,8 +300,8 @@ class StageRun:
         self.given.begin(self.inputs)
         if self.compiled is not None:
             self.compiled.end_step()
-        if self.deferral is not None:
-            self.deferral.reset()
+        for engine in self.stepped:
+            engine.end_step()
 
 
 def _changes_a_leaf(error: RuntimeError) -> bool:

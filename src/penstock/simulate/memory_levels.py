@@ -97,10 +97,11 @@ class _Ledger:
         """What an action changes at its start, and at its end."""
         op, stage, microbatch = code & OP, stage_of(code), microbatch_of(code)
         takes, leaves = self.sizes[op]
-        unsaved = self.unsaved(stage, microbatch) if op in (Op.R, Op.B) else 0.0
+        unsaved = self.unsaved(stage) if op in (Op.F, Op.R, Op.B, Op.I, Op.O, Op.L) else 0.0
         moment = self.moments.get(op)
         # Beside what is held: where that is less by an output, as much more.
-        needed = (moment[stage] + unsaved) * self.costs.scale(microbatch) if moment else 0.0
+        more = unsaved if op in (Op.R, Op.B, Op.I) else 0.0
+        needed = (moment[stage] + more) * self.costs.scale(microbatch) if moment else 0.0
         self.edge = place, False
         if op == Op.F:
             self.change(CASTS, self.uncast.pop((stage, (stage, microbatch) in self.split), 0.0))
@@ -109,19 +110,23 @@ class _Ledger:
             spared = self.spared.get((stage, microbatch))
             leaves = spared if self.plan.has_backward else self.costs.sizes(NOTHING)
         if takes is not None:
-            self.set(("stage", stage, microbatch), ACTIVATIONS, takes[stage] - (unsaved if op == Op.R else 0.0))
+            self.set(("stage", stage, microbatch), ACTIVATIONS, takes[stage] - (unsaved if op in (Op.R, Op.L) else 0.0))
         self.change(MOMENTS, needed)
         if op in RECEIVES and self.bytes:
             peer = peer_of(code)
             self.set(("received", peer, stage, microbatch), BUFFERS, self.bytes[min(stage, peer)])
         self.edge = place, True
         self.change(MOMENTS, -needed)
+        if op == Op.F and leaves is None and unsaved and takes is not None:
+            self.set(("stage", stage, microbatch), ACTIVATIONS, takes[stage] - unsaved)
         if leaves is not None:
             kind = INPUTS if op in (Op.F, Op.O) else ACTIVATIONS
-            self.set(("stage", stage, microbatch), kind, leaves[stage])
+            self.set(("stage", stage, microbatch), kind, leaves[stage] - (unsaved if op == Op.O else 0.0))
         if self.bytes:
             if op == Op.F and (stage, microbatch) in self.repeated:
-                self.given(stage, microbatch)
+                self.given(stage, microbatch, INPUTS, BUFFERS, self.bytes[stage])
+            elif op == Op.F and self.plan.has_backward:
+                self.given(stage, microbatch, ACTIVATIONS, ACTIVATIONS, unsaved)
             elif op in INPUT_GRADIENTS:
                 self.passed_back(stage, microbatch)
             elif op in SENDS:
@@ -142,19 +147,17 @@ class _Ledger:
             kind, size = self.held.pop(key)
             self.change(kind, -size)
 
-    def unsaved(self, stage: int, microbatch: int) -> float:
-        """What an R leaves out, which ends with the last tensor that a full backward needs."""
-        key = stage, microbatch
-        left = key in self.repeated and key not in self.split
-        return self.costs.unsaved[stage] if self.costs.unsaved and left else 0.0
+    def unsaved(self, stage: int) -> float:
+        """Return the size of an output that its graph does not hold."""
+        return self.costs.unsaved[stage] if self.costs.unsaved else 0.0
 
-    def given(self, stage: int, microbatch: int) -> None:
-        """The output of a forward that will be run again: it stays as long as another stage here, or a send, needs it."""
+    def given(self, stage: int, microbatch: int, here: str, sent: str, size: float) -> None:
+        """An output that its graph does not hold stays as long as another stage of this rank, or a send, needs it."""
         consumers = self.plan.graph.consumers(stage)
         if any(self.plan.placement.rank_of(one) == self.rank for one in consumers):
-            self.set(("input", stage, 0, microbatch), INPUTS, self.bytes[stage])
+            self.set(("input", stage, 0, microbatch), here, size)
         elif consumers and self.plan.is_lowered:
-            self.set(("output", stage, 0, microbatch), BUFFERS, self.bytes[stage])
+            self.set(("output", stage, 0, microbatch), sent, size)
 
     def passed_back(self, stage: int, microbatch: int) -> None:
         """After a backward its gradient is used up, and that of its input is there."""

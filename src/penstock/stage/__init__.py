@@ -4,7 +4,7 @@ stage      pipeline_stage (and what a captured one reads), digest (of a model)
 boundary   boundary (what crosses, taken apart), dtensors (parts that are spread over a mesh)
 backward   backward (in one piece or in two), engine; for two: intercept (layers that put their weights off), calls
            and deferred (what they remember), batched (the weight pass)
-memory     recompute (R), offload (O and L), chunked_loss, held (bytes that are alive)
+memory     chunked_loss, held (bytes that are alive), buffers (state that a forward changes)
 """
 
 from __future__ import annotations

@@ -22,47 +22,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from penstock.errors import StageError
 from penstock.nest import Value
 from penstock.stage.batched import accumulate, accumulate_batches, trained
 from penstock.stage.buffers import remember
-from penstock.stage.deferred import Deferral, Pending, Phases
+from penstock.stage.deferred import Deferral, Pending
 from penstock.stage.engine import capture, leaves_reached, nodes_reached, run_engine, seeds
 from penstock.stage.intercept import ROOT, NestedDifferentiation, begin, end, visible_to_engine_threads
 
 __all__ = ["Deferral", "Pending"]  # beside what is defined here
-
-
-class ManualWeight(Phases):
-    """Weight work made by hand: `dw_builder()` is called after each input pass and returns what the weight pass runs.
-
-    >>> log = []
-    >>> manual = ManualWeight(lambda: lambda: log.append("dW"))
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> backward_input([x * 2], [torch.ones(1)], manual, inputs=[x])
-    >>> backward_weight(manual)
-    >>> log
-    ['dW']
-    """
-
-    def __init__(self, dw_builder: Callable[[], Callable[[], None]]) -> None:
-        if not callable(dw_builder):
-            raise StageError(
-                f"dw_builder must be a function that returns the weight work, got {dw_builder!r}; "
-                "write `dw_builder=lambda: my_weight_work`"
-            )
-        self.builder = dw_builder
-
-    def build(self) -> None:
-        """After the input pass: ask for the weight work of this microbatch, which `run` does."""
-        runner = self.builder()
-        if not callable(runner):
-            raise StageError(
-                f"dw_builder must return a function without arguments that does the weight work, got {runner!r}; "
-                "write `def dw_builder(): return my_weight_work`, not `return my_weight_work()`"
-            )
-        self.run: Callable[[], None] = runner
 
 
 def can_split(module: nn.Module) -> bool:
@@ -121,7 +90,7 @@ def run_backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None])
 def backward_input(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    pending: Pending | ManualWeight,
+    pending: Pending,
     *,
     inputs: Sequence[Tensor],
 ) -> None:
@@ -129,29 +98,25 @@ def backward_input(
 
     If no input needs a gradient there is nothing to hurry for: all of it waits.
     """
-    roots, given = seeds(outputs, grads)
+    input_pass(*seeds(outputs, grads), pending, needed=any(tensor.requires_grad for tensor in inputs))
+
+
+def input_pass(
+    roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], pending: Pending, *, needed: bool
+) -> None:
+    """The same from tensors or edges that have a gradient; `needed` says whether an input needs one."""
     pending.advance("input", expected="forward", verb="backward_input")
-    if isinstance(pending, ManualWeight):
-        if roots:
-            run_engine(roots, given)
-        pending.build()
-        return
     if not roots:
         pending.records = []
-        return
-    for tensor in inputs:
-        if tensor.requires_grad:
-            _differentiate(roots, given, pending)
-            return
-    pending.kept = roots, given
+    elif needed:
+        _differentiate(roots, grads, pending)
+    else:
+        pending.kept = roots, grads
 
 
-def backward_weight(pending: Pending | ManualWeight) -> None:
+def backward_weight(pending: Pending) -> None:
     """Gradients of the parameters that the input pass left out. Consumes `pending`."""
     pending.advance("weight", expected="input", verb="backward_weight")
-    if isinstance(pending, ManualWeight):
-        pending.run()
-        return
     if pending.kept is not None:
         (roots, given), pending.kept = pending.kept, None
         _differentiate(roots, given, pending)
@@ -177,7 +142,7 @@ def backward_weight(pending: Pending | ManualWeight) -> None:
         accumulate(work)
 
 
-def _differentiate(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
+def _differentiate(roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
     deferral = pending.deferral
     if not pending.deferred:
         run_engine(roots, grads)
@@ -188,7 +153,7 @@ def _differentiate(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending
         if mixed:
             _accumulate_all(roots, grads, pending)
             return
-        if roots[0].is_cpu:
+        if grads[0].is_cpu:
             run_engine(roots, grads)
         else:
             with visible_to_engine_threads(pending):
@@ -201,7 +166,7 @@ def _differentiate(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending
         end(previous)
 
 
-def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
+def _used_otherwise(roots: tuple[Tensor | GradientEdge, ...], pending: Pending) -> bool:
     """Whether some deferred parameter is also used by an operator that is not; it is no longer deferred then.
 
     Asked once for each parameter: the graph of a stage is taken to use them alike for each microbatch.
@@ -225,7 +190,7 @@ def _used_otherwise(roots: tuple[Tensor, ...], pending: Pending) -> bool:
     return not any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_reached(roots))
 
 
-def _accumulate_all(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
+def _accumulate_all(roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], pending: Pending) -> None:
     """The whole backward of a microbatch that was found to use a deferred weight in two ways: what the deferred calls need is
     looked for first, so that all of its parameters accumulate in one engine call, and each hook fires once."""
     anchors = pending.anchors()

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from penstock.stage.calls import Slot, Work
 from penstock.stage.engine import run_engine
@@ -121,7 +122,7 @@ ENGINE_CALL_BYTES = 1 << 20
 """Weight gradients handed to the engine at once: enough to make its cost vanish, few enough to stay in the cache."""
 
 
-def accumulate(work: list[Work], roots: tuple[Tensor, ...] = (), grads: tuple[Tensor, ...] = ()) -> None:
+def accumulate(work: list[Work], roots: tuple[Tensor | GradientEdge, ...] = (), grads: tuple[Tensor, ...] = ()) -> None:
     """Compute weight gradients, bit for bit as autograd's backward of the operators does; the engine accumulates them.
 
     They go to the engine by and by, to be added while they are in the cache; together with `roots`, if there are any.

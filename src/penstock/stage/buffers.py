@@ -29,7 +29,13 @@ from penstock.nest import Value, map_tensors, tensors_in
 _SMALL = 1 << 20
 """Bytes up to which a buffer is copied though it is not known to change."""
 
-_TABLES = (dict, OrderedDict, defaultdict, list, set)  # and nothing that derives from them: it may refuse to be filled
+CONTAINERS = (
+    dict,
+    OrderedDict,
+    defaultdict,
+    list,
+    set,
+)  # and nothing that derives from them: it may refuse to be filled
 
 Modes = tuple[bool, ...]
 Table = dict[str, Tensor | None]
@@ -71,7 +77,7 @@ def attributes_of(parts: Iterable[nn.Module], *, leave: Container[str] = ()) -> 
     """What modules have set on themselves, and what is in the dicts, lists and sets among that, but for those of these names."""
     own = [vars(part) for part in parts]
     inside = (value for table in own for name, value in table.items() if name not in leave)
-    return Tables([*own, *(value for value in inside if type(value) in _TABLES)])
+    return Tables([*own, *(value for value in inside if type(value) in CONTAINERS)])
 
 
 class InPlace:
@@ -149,12 +155,13 @@ class Buffers:
         }
         self.changing: dict[Modes, set[str]] = {}  # by the modes of a run that has been learnt from
         self.copies: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}  # of those that are not known to change
+        self.attributes: Table = {}  # other tensors, by name, that count like buffers
 
     def look(self, modes: Modes) -> Before:
         """Before a run. All are copied, as long as no run in these modes has been learnt from."""
         known = self.changing.get(modes)
         seen: dict[int, _Seen] = {}
-        for number, (part, table) in enumerate(self.tables):
+        for number, (part, table) in enumerate((*self.tables, ("", self.attributes))):
             for name, buffer in table.items():
                 if buffer is not None and id(buffer) not in seen and not buffer.is_inference():
                     full = f"{part}.{name}" if part else name

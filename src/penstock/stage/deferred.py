@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from penstock.errors import NotDeferred, StageError
 from penstock.stage.batched import Group, Grouping, grouped
@@ -132,7 +133,7 @@ class Pending(Phases):
         self.batches: list[tuple[Group, Tensor, Tensor]] = []
         self.graphs: list[DeferredGraph] = []  # of compiled parts, once there was an input pass
         # A backward that waits for the weight pass.
-        self.kept: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self.kept: tuple[tuple[Tensor | GradientEdge, ...], tuple[Tensor, ...]] | None = None
         self.functions: list[Call] = []  # calls that went through the autograd function
         self.deferred = False  # whether the forward ran, or runs, with deferral
 

@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
-_run: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[no-untyped-call,unused-ignore]
+run_on_host: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[no-untyped-call,unused-ignore]
 
 
-def run_engine(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+def run_engine(roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...]) -> None:
     """Differentiate `roots` with `grads`; every leaf that they reach accumulates, every hook fires."""
-    if roots[0].is_cpu:
-        _run(roots, grads, False, False, (), True, True)
+    if grads[0].is_cpu:
+        run_on_host(roots, grads, False, False, (), True, True)
     else:  # devices have engine threads of their own, to which the wrapper hands the context of this one
         _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def capture(roots: tuple[Tensor, ...], grads: tuple[Tensor, ...], *, inputs: tuple[Tensor, ...]) -> Sequence[Tensor]:
+def capture(
+    roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], *, inputs: tuple[Tensor, ...]
+) -> Sequence[Tensor]:
     """The gradients of `inputs` (None where there is none); nothing accumulates and the graph stays usable."""
     gradients: Sequence[Tensor] = _engine_run_backward(
         roots, grads, True, False, inputs, allow_unreachable=True, accumulate_grad=False
@@ -51,9 +53,10 @@ def seeds(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[tu
     return tuple(roots), tuple(given)
 
 
-def nodes_reached(roots: Iterable[Tensor]) -> set[Node]:
+def nodes_reached(roots: Iterable[Tensor | GradientEdge]) -> set[Node]:
     """Every node of the graph of `roots`. Walks it in Python: for rare use."""
-    stack: list[Node] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    stack: list[Node] = [node for node in nodes if node is not None]
     seen = set(stack)
     while stack:
         for following, _ in stack.pop().next_functions:
@@ -63,8 +66,8 @@ def nodes_reached(roots: Iterable[Tensor]) -> set[Node]:
     return seen
 
 
-def leaves_reached(roots: Sequence[Tensor]) -> set[int]:
+def leaves_reached(roots: Sequence[Tensor | GradientEdge]) -> set[int]:
     """The `id` of every leaf in which the graph of `roots` would accumulate."""
-    found = {id(root) for root in roots if root.is_leaf}
+    found = {id(root) for root in roots if isinstance(root, Tensor) and root.is_leaf}
     leaves = (getattr(node, "variable", None) for node in nodes_reached(roots))  # that of a node which accumulates
     return found.union(id(leaf) for leaf in leaves if leaf is not None)

@@ -1,6 +1,6 @@
 """Where what a forward saved goes when it is moved away: the memory of the host, or a file in a folder.
 
-place = elsewhere("/scratch")        # or None: the memory of the host
+place = offload_target("/scratch")        # or None: the memory of the host
 away = place.put(flat)               # the bytes of a storage
 flat = away.back()
 """
@@ -24,23 +24,23 @@ THRESHOLD = 1 << 14
 """Bytes below which a storage is not worth a copy."""
 
 
-class Away(Protocol):
+class OffloadedBytes(Protocol):
     """The bytes of one storage, somewhere else."""
 
     def back(self) -> Tensor:
         """The bytes on the device again. Called once."""
 
 
-class Elsewhere(Protocol):
+class OffloadTarget(Protocol):
     """Where saved tensors go."""
 
     threshold: int  # bytes below which a storage is left alone
 
-    def put(self, flat: Tensor) -> Away:
+    def put(self, flat: Tensor) -> OffloadedBytes:
         """Take the bytes of a storage, seen as a flat tensor of bytes."""
 
 
-class Coming(NamedTuple):
+class PendingLoad(NamedTuple):
     """Bytes on their way back, by a stream beside the computing."""
 
     flat: Tensor
@@ -55,10 +55,10 @@ class Coming(NamedTuple):
 
 
 @runtime_checkable
-class AwayAsync(Away, Protocol):
+class OffloadedBytesAsync(OffloadedBytes, Protocol):
     """One whose bytes come back while the device computes: L only starts them, and their first use waits."""
 
-    def start(self) -> Coming:
+    def start(self) -> PendingLoad:
         """Begin to bring the bytes back. Called once, and then `back` is not."""
 
 
@@ -69,7 +69,7 @@ class HostMemory:
         self.threshold = threshold
         self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
-    def put(self, flat: Tensor) -> Away:
+    def put(self, flat: Tensor) -> OffloadedBytes:
         if flat.is_cpu:
             return _Copied(flat.clone())
         if flat.device not in self.streams:
@@ -96,13 +96,13 @@ class _OnHost:
     def __init__(self, flat: Tensor, device: torch.device, there: torch.Event, stream: torch.Stream) -> None:
         self.flat, self.device, self.there, self.stream = flat, device, there, stream
 
-    def start(self) -> Coming:
+    def start(self) -> PendingLoad:
         """The copy waits for the one there and for nothing that is computed, so its memory is that of its own stream."""
         self.stream.wait_event(self.there)
         with self.stream:
             here = torch.empty(self.flat.shape, dtype=self.flat.dtype, device=self.device)
             here.copy_(self.flat, non_blocking=True)
-        return Coming(here, self.stream.record_event())
+        return PendingLoad(here, self.stream.record_event())
 
     def back(self) -> Tensor:
         return self.start().wait()
@@ -130,7 +130,7 @@ class Folder:
         self.free: defaultdict[int, list[int]] = defaultdict(list)  # by size: where parts begin that are not in use
         self.lock = threading.RLock()  # a part may be dropped by the garbage collector at any time, and by any thread
 
-    def put(self, flat: Tensor) -> Away:
+    def put(self, flat: Tensor) -> OffloadedBytes:
         size, values = flat.numel(), flat.cpu().numpy()
         with self.lock:
             self.parts += 1  # before all else: as long as there are parts, none is cut off
@@ -190,7 +190,7 @@ class _InFile:
         return flat.to(self.device)
 
 
-def elsewhere(given: str | os.PathLike[str] | Elsewhere | None) -> Elsewhere:
+def offload_target(given: str | os.PathLike[str] | OffloadTarget | None) -> OffloadTarget:
     """What the option `offload_to` names: a folder, a place of the user's own, or the memory of the host."""
     if isinstance(given, (str, os.PathLike)):
         return Folder(given)

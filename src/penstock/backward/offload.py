@@ -1,4 +1,4 @@
-"""What a forward saved for its backward, moved away from the device and back: O and L.
+"""Offload: tensors that a forward saved for its backward are moved to an offload target (O) and back (L).
 
     with saving(module, inputs=[x]) as saved:
         output = module(x)
@@ -15,17 +15,26 @@ keeps for all microbatches, the inputs and the outputs of the stage; and so do s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from penstock.backward.engine_protocol import Args, BackwardEngine, Kwargs, MicrobatchPass, Output, Run, Wrapped
+from penstock.backward.offload_targets import (
+    THRESHOLD,
+    OffloadedBytes,
+    OffloadedBytesAsync,
+    OffloadTarget,
+    PendingLoad,
+)
 from penstock.errors import StageError
+from penstock.nest import Value, tensors_in
 from penstock.stage.buffers import memory_of
-from penstock.stage.elsewhere import THRESHOLD, Away, AwayAsync, Coming, Elsewhere
-from penstock.stage.refill import PLAIN, changed_in_place
+
+_PLAIN = (Tensor, nn.Parameter)  # tensors that hold their values themselves
 
 
 @dataclass(slots=True)
@@ -33,8 +42,8 @@ class _Block:
     """One storage, here or away."""
 
     flat: Tensor | None
-    away: Away | None = None
-    coming: Coming | None = None  # what to wait for before a use
+    away: OffloadedBytes | None = None
+    coming: PendingLoad | None = None  # what to wait for before a use
     stays: bool = False
 
 
@@ -62,7 +71,10 @@ class _Recipe:
 
     def tensor(self) -> Tensor:
         if self.spoiled or (self.here is not None and self.here._version != self.version):
-            raise changed_in_place(self.shape)
+            raise StageError(
+                f"a tensor of shape {list(self.shape)} that a forward saved for its backward was changed in place since; "
+                "expected it to be left alone: change a copy of it"
+            )
         if self.here is not None:
             return self.here
         assert self.block is not None, "what stays is here"
@@ -92,7 +104,7 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> Tensor | _Recipe:
         address = memory_of(tensor)
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not address:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not address:
             return tensor  # what torch.func wraps has no memory of its own
         storage = tensor.untyped_storage()
         if address in self.staying or storage.nbytes() < self.threshold or self._held_anyway(tensor):
@@ -123,7 +135,7 @@ class Saved:
             if (block := self.blocks.get(memory_of(tensor))) is not None:
                 block.stays = True
 
-    def offload(self, elsewhere: Elsewhere) -> None:
+    def offload(self, target: OffloadTarget) -> None:
         """O."""
         for recipe in self.recipes:
             if recipe.block is not None and not recipe.block.stays:
@@ -132,13 +144,13 @@ class Saved:
         for block in self.blocks.values():
             if block.flat is not None and not block.stays:
                 flat = block.flat if block.coming is None else block.coming.wait()
-                block.away, block.flat, block.coming = elsewhere.put(flat), None, None
+                block.away, block.flat, block.coming = target.put(flat), None, None
 
     def load(self) -> None:
         """L."""
         for block in self.blocks.values():
             away, block.away = block.away, None
-            if isinstance(away, AwayAsync):
+            if isinstance(away, OffloadedBytesAsync):
                 block.coming = away.start()
                 block.flat = block.coming.flat
             elif away is not None:
@@ -162,3 +174,48 @@ def saving(module: nn.Module, inputs: Iterable[Tensor], *, threshold: int = THRE
             "the forward calls torch.func.grad, vjp, jacrev or hessian, which torch does not allow while saved tensors are moved "
             "away. Leave this stage out of offload=; recompute= can have it"
         ) from error
+
+
+class Offloaded:
+    """An engine whose forwards save tensors that can be moved away."""
+
+    def __init__(
+        self, inner: BackwardEngine, module: nn.Module, target: OffloadTarget, others: Callable[[], Value]
+    ) -> None:
+        self.inner = inner
+        self.module = module
+        self.target = target
+        self.others = others  # returns values, beside the arguments, that others hold: targets of the loss
+
+    def begin_step(self, loss: object) -> None:
+        self.inner.begin_step(loss)
+
+    def end_step(self) -> None:
+        self.inner.end_step()
+
+    def forward(self, run: Run, args: Args, kwargs: Kwargs) -> tuple[MicrobatchPass, Output]:
+        inputs = tensors_in((args, kwargs, self.others()))
+        with saving(self.module, inputs, threshold=self.target.threshold) as saved:
+            inner, output = self.inner.forward(run, args, kwargs)
+        saved.leave(tensors_in(output.kept))
+        for tensors, _ in output.messages:
+            saved.leave(tensors)
+        return OffloadedPass(inner, saved, self.target), output
+
+
+class OffloadedPass(Wrapped):
+    """A microbatch whose saved tensors can be moved away."""
+
+    def __init__(self, inner: MicrobatchPass, saved: Saved, target: OffloadTarget) -> None:
+        super().__init__(inner)
+        self.saved: Saved | None = saved
+        self.target = target
+
+    def offload(self) -> None:
+        assert self.saved is not None, "an L comes after its O"
+        self.saved.offload(self.target)
+
+    def load(self) -> None:
+        saved, self.saved = self.saved, None  # from here on the graph alone holds the tensors
+        assert saved is not None, "an L comes once"
+        saved.load()
