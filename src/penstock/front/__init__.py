@@ -11,7 +11,7 @@ From the call to the step:
              chosen) and choice_text
     built    build (of a captured model, or of stages made by hand), dimensions (stages spread over a mesh), own_stages and names
     stepped  pipeline, evaluate (rows of an evaluation), loss_weights and loss_probe (how much a microbatch counts),
-             spread (losses to all ranks, outputs to whoever wants them), norm, garbage
+             spread (losses to all ranks, outputs to whoever wants them), norm
     changed  replan (plan and cut, after a rank ran out of memory or by measured steps), memory_view (what is held)
     kept     saving and loading, with companions (optimizer, scheduler, whatever has a state); publish (for others)
 """

@@ -28,7 +28,6 @@ from penstock.front.choice import Built, Choice
 from penstock.front.companions import Companions, RandomNumbers
 from penstock.front.dimensions import whole_loss
 from penstock.front.evaluate import count_of_evaluation
-from penstock.front.garbage import Garbage
 from penstock.front.loading import load_into, take_weights
 from penstock.front.loss_weights import LossWeights
 from penstock.front.memory_view import Memory, MemoryKeeper
@@ -42,6 +41,7 @@ from penstock.front.saving import Saving, prepare, save
 from penstock.front.sharing import Sharing, parameters_of
 from penstock.front.spread import Result, Telling, Where, check_where, deliver
 from penstock.nest import Value
+from penstock.observe.garbage import Garbage
 from penstock.observe.live_memory import MemoryWatch
 from penstock.observe.recording import Recording
 from penstock.plan import Plan
@@ -107,7 +107,6 @@ class Pipeline(OwnStages):
         super().__init__(built, ends, Origin() if model is None or of_cut.made else Origin.of(model), of_steps.ties)
         self._request = replace(request, of_model=replace(of_model, weights=None))
         self._of_steps = of_steps
-        self._garbage = None if of_steps.collect_every is None else Garbage(of_steps.collect_every)
         self._policy = self._make_policy()
         self.schedule = Schedule.from_plan(
             self._built.plan,
@@ -115,6 +114,7 @@ class Pipeline(OwnStages):
             **of_steps.of_schedule(whole_loss(loss_fn, of_ranks.parallelize, captured=not of_cut.made)),
             policy=self._policy,
             transport=ends.transport,  # one rank alone would get one of its own: two calls could not see each other
+            observers=[Garbage(of_steps.collect_every)] if of_steps.collect_every is not None else [],
             copies_batch=True,
             comparison=Comparison(),
             scope=_implicit_replication if ends.beside else nullcontext,
@@ -425,13 +425,11 @@ class Pipeline(OwnStages):
             yield
 
     def _tidy_up(self) -> None:
-        """After a step, on all ranks alike: take note of another plan, collect garbage."""
+        """After a step, on all ranks alike: take note of another plan."""
         if self._replanner is not None and self._replanner.has_changed:
             plan = self.schedule.plan
             why = f"{plan.name or 'a plan'}: measured steps spoke for it"
             self._built = self._built.with_plan(plan, calibrated=self._replanner.costs, why=why)
-        if self._garbage is not None:
-            self._garbage.after(self.schedule.steps)
 
     def _refusal(
         self, name: str, outputs: object, target: object, loss_kwargs: object, loss_factor: object = 1.0

@@ -25,6 +25,11 @@ class StepView(Protocol):
         ...
 
     @property
+    def number(self) -> int:
+        """The number of training steps done before."""
+        ...
+
+    @property
     def parameters(self) -> Sequence[Tensor]:
         """The parameters of this rank, in a training step."""
         ...

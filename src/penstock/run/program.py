@@ -38,6 +38,7 @@ class Program:
     """One rank's part of a plan, and all that lies between its actions."""
 
     stage_run = StageRun  # what does the actions of a stage
+    number = 0  # training steps done before this one
     is_cold = True  # whether messages of this step describe themselves
 
     def __init__(self, setting: Setting, stages: Sequence[PipelineStage], transport: Transport) -> None:
@@ -159,6 +160,7 @@ class Program:
 
         `number`: training steps done before; `uneven`: input and target have different numbers of rows.
         """
+        self.number = number
         for run in self.runs.values():
             run.begin(batch, number, uneven=uneven)
         if self.ahead.due:

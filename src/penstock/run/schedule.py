@@ -93,12 +93,13 @@ class Schedule:
         ties: Iterable[Tied | Holders] = (),
         policy: StepPolicy | None = None,
         transport: Transport | None = None,
+        observers: Sequence[StepObserver] = (),
         copies_batch: bool = False,
         comparison: Comparison | None = None,
         scope: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`copies_batch`: tensors of a batch in host memory are copied to the device of the stages, microbatch by microbatch.
-        `comparison`: ranks compare their arguments in some steps. `scope`: entered for each step."""
+        """`observers` see all steps. `copies_batch`: tensors of a batch in host memory are copied to the device of the stages,
+        microbatch by microbatch. `comparison`: ranks compare their arguments in some steps. `scope`: entered for each step."""
         check_types("Schedule", StageError, n_microbatches=(n_microbatches, int), seed=(seed, int))
         check_types("Schedule", StageError, loss_fn=(loss_fn, Callable | None))
         try:
@@ -134,7 +135,7 @@ class Schedule:
         if transport is not None:
             self._transport = transport
         self._runner: Runner | None = None
-        self._observers: list[StepObserver] = []  # they go on when the plan changes
+        self._observers = list(observers)  # they go on when the plan changes
 
     @classmethod
     def from_plan(

@@ -11,18 +11,22 @@ import gc
 import threading
 import weakref
 
+from penstock.batch.batch import Batch
+from penstock.observe.observer import StepObserver, StepView
+
 _GENERATION = 1  # what survived several steps is looked at by nobody; it is the model, and would cost the most
 _waiting = 0  # pipelines that have taken the collector over
 _was_on = True  # before the first of them
 _lock = threading.Lock()
 
 
-class Garbage:
-    """Collects after every so many steps, and at no other time while it lives."""
+class Garbage(StepObserver):
+    """Collects at the end of every so many training steps, and at no other time while it lives."""
 
     def __init__(self, every: int) -> None:
         global _waiting, _was_on
         self.every = every
+        self._trains = False
         with _lock:
             if _waiting == 0:
                 _was_on = gc.isenabled()
@@ -30,9 +34,12 @@ class Garbage:
             gc.disable()
         weakref.finalize(self, _give_back)
 
-    def after(self, steps: int) -> None:
-        """`steps` are done, the same number on all ranks."""
-        if steps % self.every == 0:
+    def before_step(self, step: StepView, batch: Batch) -> bool:
+        self._trains = batch.train
+        return False
+
+    def after_step(self, step: StepView) -> None:
+        if self._trains and (step.number + 1) % self.every == 0:  # the same number on all ranks
             gc.collect(_GENERATION)
 
 
