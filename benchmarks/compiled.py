@@ -138,10 +138,10 @@ def first_step_worker(rank: int, store: str, options: argparse.Namespace, ahead:
     warnings.simplefilter("ignore")
     importlib.import_module("torch._inductor.compile_fx")  # not a part of what is measured
 
-    from penstock.run.ahead import DressRehearsal
+    from penstock.run.ahead import CompileAhead
 
     if not ahead:  # each rank compiles when its first activation comes, and again when its first gradient does
-        DressRehearsal.open = lambda self: None  # type: ignore[method-assign]
+        CompileAhead.open = lambda self: None  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     step = build(FIRST, options.backend, rank, {"1F1B": PROGRAMS["1F1B"]})["1F1B"]
     dist.barrier()
@@ -176,6 +176,7 @@ def paired(ours: list[float], theirs: list[float]) -> float:
 
 def one_stage(workload: Workload, backend: str, rounds: int) -> float:
     """(F + I + W) / (F + B) of one compiled stage, without messages."""
+    from penstock.backward.compile_stage import CompiledStage
     from penstock.stage.backward import Deferral, backward_input, backward_weight, run_deferred
 
     torch.manual_seed(0)
@@ -184,6 +185,7 @@ def one_stage(workload: Workload, backend: str, rounds: int) -> float:
     x = torch.randn(*workload.shape)
     grad = torch.ones_like(x)
     deferral = Deferral(compiled)  # type: ignore[arg-type]
+    stage = CompiledStage(compiled, deferral)  # type: ignore[arg-type]
 
     def whole() -> None:
         leaf = x.detach().requires_grad_()
@@ -191,7 +193,8 @@ def one_stage(workload: Workload, backend: str, rounds: int) -> float:
 
     def split() -> None:
         leaf = x.detach().requires_grad_()
-        output, pending = run_deferred(deferral, compiled, (leaf,), {})
+        with stage.running(split=True):
+            output, pending = run_deferred(deferral, compiled, (leaf,), {})
         backward_input([output], [grad], pending, inputs=[leaf])
         backward_weight(pending)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock.backward.compile_stage import compile_in_place
 from penstock.comm import LocalTransport, LocalWorld
+from penstock.errors import NotDeferred
 from penstock.run import Schedule, Schedule1F1B
 from penstock.stage import PipelineStage
 from penstock.stage.backward import Deferral, backward_input, backward_weight
@@ -180,3 +181,61 @@ def test_hooks_that_come_and_go_between_steps_are_heard() -> None:
     (grads, fired), (want, want_fired) = run({"backend": "aot_eager"}), run({})
     assert fired == want_fired == ["backward"] * 4 + ["forward"] * 16
     assert close(grads, want)
+
+
+def user_backend(seen: list[int]) -> Any:
+    def backend(graph: fx.GraphModule, examples: list[Any]) -> Any:
+        seen.append(len(examples))
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("1f1b", 1), ("zb-h1", 3)])
+def test_full_backwards_run_what_the_user_has_compiled_as_it_is(name: str, graphs: int) -> None:
+    """Under a split backward the same backend compiles a forward and two parts of a backward."""
+    torch.manual_seed(0)
+    plain: list[Any] = [Layers().double() for _ in range(2)]
+    seen: list[int] = []
+    backend = user_backend(seen)
+    modules = [plain[0], torch.compile(plain[1], backend=backend)]
+    x, y = batch(8)
+    want = loop_grads(plain, x, y, 4)
+    on_ranks(name, 2, 4, lambda schedule, rank: [schedule.step(x, target=y) for _ in "ab"], modules=modules)
+    assert close([grad / 2 for grad in grads_of(plain)], want)
+    assert len(seen) == graphs
+
+
+def test_parts_with_different_backends_keep_their_backward_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stage.deferred._SAID", set())
+    torch.manual_seed(0)
+    plain: list[Any] = [Layers().double() for _ in range(2)]
+    x, y = batch(8)
+    want = loop_grads(plain, x, y, 4)
+    seen: tuple[list[int], list[int]] = [], []
+    plain[1].first = torch.compile(plain[1].first, backend=user_backend(seen[0]))
+    plain[1].second = torch.compile(plain[1].second, backend=user_backend(seen[1]))
+    with pytest.warns(NotDeferred, match="compiled by different backends"):
+        on_ranks("zb-h1", 2, 4, lambda schedule, rank: [schedule.step(x, target=y) for _ in "ab"], modules=plain)
+    assert close([grad / 2 for grad in grads_of(plain)], want)
+    assert [len(one) for one in seen] == [1, 1]
+
+
+def test_a_failed_input_pass_leaves_nothing_for_the_next_backward() -> None:
+    """The node of a graph had announced whose gradients its backward would leave, and then refused to run."""
+    torch.manual_seed(0)
+    module = Layers()
+    plain = copy.deepcopy(module)
+    compile_in_place(module, {"backend": "aot_eager"})
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    output, pending = run_compiled(Deferral(module), module, (x,), {})
+    with torch.no_grad():
+        module.second.weight.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward_input([output.sum()], [None], pending, inputs=[x])
+    del output, pending
+    module(x).sum().backward()
+    plain(x.detach()).sum().backward()
+    assert all(
+        torch.equal(one.grad, two.grad) for one, two in zip(module.parameters(), plain.parameters(), strict=True)
+    )

@@ -73,6 +73,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_MOST_MEASURED = 64  # calls without a backward, as an evaluation with gradients makes them
 _NOTE = "penstock.backward.split_backend"  # under this key autograd's node of a call owns its `DeferredCall`
 
 
@@ -121,7 +122,7 @@ class SplitGraph:
             outputs = self.made(*args)
         else:
             outputs = self.deferred(self.made, args, DeferredCall(parameters, pending.graphs))
-        if self.held_to_input is None and not self.spread:
+        if self.held_to_input is None and not self.spread and len(self.measured) < _MOST_MEASURED:
             self.measure(args, outputs)
         return outputs
 

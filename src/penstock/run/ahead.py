@@ -33,7 +33,7 @@ _log = logging.getLogger("penstock")
 _UNEXPECTED = "stage %d could not be %s, and is compiled when its first microbatch comes: %s: %s"
 
 
-class DressRehearsal:
+class CompileAhead:
     """The runs on placeholders of one program's stages."""
 
     def __init__(self, program: Program) -> None:

@@ -18,7 +18,7 @@ from penstock.errors import RunError
 from penstock.observe.observer import StepObserver
 from penstock.plan import Action, AnyAction, Op, Overlap, unpack
 from penstock.plan.actions import peer_of
-from penstock.run.ahead import DressRehearsal
+from penstock.run.ahead import CompileAhead
 from penstock.run.boxes import Inbox, Layouts, Outbox
 from penstock.run.channel import Channel, Wait
 from penstock.run.layout import settle
@@ -58,7 +58,7 @@ class Program:
         self.codes = self.plan.codes[self.rank]
         self.actions = tuple(map(unpack, self.codes))
         self._connect()
-        self.ahead = DressRehearsal(self)
+        self.ahead = CompileAhead(self)
         self.calls = [self.bind(action) for action in self.actions]
 
     # -- binding
