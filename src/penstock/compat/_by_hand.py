@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.backward.engine_protocol import Output
 from penstock.batch.batch import Batch
 from penstock.comm.transport import Transport
 from penstock.compat._hand_stage import HandBox, HandRun, PipelineContext
@@ -212,18 +213,19 @@ def handled_by(function: Callable[..., object]) -> Callable[[HandProgram, AnyAct
 class ValidatedRun(StageRun):
     """A stage of penstock's own steps, which notes what its tensors look like, and compares them if a program asks for that."""
 
-    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def call(self, microbatch: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Output:
+        if isinstance(self.stage, _PipelineStageBase) and self.stage._runtime_validate:
+            self.stage._validate_seen("forward inputs", microbatch, args)
+        return super().call(microbatch, args, kwargs)
+
+    def returned(self, microbatch: int, args: tuple[Value, ...], value: Value) -> None:
         stage = self.stage
         if not isinstance(stage, _PipelineStageBase):
-            return super().call(microbatch, args, kwargs)
+            return
         if stage._runtime_validate:
-            stage._validate_seen("forward inputs", microbatch, args)
-        output = super().call(microbatch, args, kwargs)
-        if stage._runtime_validate:
-            stage._validate_seen("forward outputs", microbatch, output)
+            stage._validate_seen("forward outputs", microbatch, value)
         if stage._stage_meta.inputs is None:
-            stage._note(args, output)
-        return output
+            stage._note(args, value)
 
 
 class ValidatedProgram(Program):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -39,6 +39,8 @@ _log = logging.getLogger("penstock")
 
 class StageRun:
     """One stage of this rank, in one mode: training, with an engine for each microbatch, or forward only."""
+
+    returned: Callable[[int, tuple[Value, ...], Value], None] | None = None  # called with what the module returned
 
     def __init__(
         self,
@@ -153,6 +155,8 @@ class StageRun:
             value = self.splitting.call(self.module, args, kwargs)  # type: ignore[union-attr]  # there is one
         else:
             value = self.module(*args, **kwargs)
+        if self.returned is not None:
+            self.returned(microbatch, args, value)
         if self.rehearsed and is_left_over(value, (args, kwargs)):
             _log.warning(
                 "stage %d gave NaN for microbatch %d, whose input has none. If it keeps something outside of its modules, in a "
