@@ -35,10 +35,10 @@ ROOT = Path(penstock.__file__).resolve().parent
 # A warm step of two ranks as threads, one stage a rank, four microbatches.
 FRAMES = 7  # of penstock between the caller of Pipeline.step and the module's forward
 FILES = 35  # with a function that is called in the step, on either rank
-CALLS = (369, 419)  # of penstock's functions, on rank 0 and on rank 1
+CALLS = (367, 417)  # of penstock's functions, on rank 0 and on rank 1
 
 # Methods and properties of subclasses of Schedule, by package, that hide one of a base class; constructors aside.
-OVERRIDES = {"compat": 14}
+OVERRIDES = {"compat": 11}
 
 # Attributes of a Schedule, Program, Transport or Channel that code of another package sets during a step.
 SET_FROM_OUTSIDE = {"awaited", "position"}
