@@ -116,9 +116,9 @@ def rank_main(rank: int, meeting: str, models: list[str], schedules: list[str], 
                         step()
                         steps.append(time.perf_counter() - began)
                         pipe.zero_grad()
-                ours = sum(pipe.gather("own processor time", time.process_time() - spent))
+                ours = sum(pipe.ranks.all_gather("own processor time", time.process_time() - spent))
                 others = (processors_busy() - busy - ours) / ((time.perf_counter() - first) * (os.cpu_count() or 1))
-                measured, again = (max(pipe.gather("seconds", statistics.median(steps))) for steps in taken)
+                measured, again = (max(pipe.ranks.all_gather("seconds", statistics.median(steps))) for steps in taken)
                 row = Row(name, schedule, before, predicted, measured, again, max(others, 0.0), same_steps(pipe, step))
                 rows.append(row)
                 if rank == 0:

@@ -110,7 +110,7 @@ def outside_a_step(where: str, size: tuple[int, int], act: Any, folder: str) -> 
         calls = {
             "loss": lambda: pipe.step(x, target=y),
             "clip": lambda: pipe.clip_grad_norm_(1.0),
-            "any": lambda: pipe.any(False),
+            "any": lambda: pipe.ranks.any(False),
             "save": lambda: pipe.save(folder),
         }
         start = time.monotonic()

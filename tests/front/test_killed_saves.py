@@ -51,16 +51,16 @@ def save_and_be_killed(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer
     disk = InThread(at if pipe.is_first else 1 << 60)
     disk.then = disk.kill
     saving.DISK = disk
-    pipe.meet("the disk")
+    pipe.ranks.barrier("the disk")
     made = pipe.save(folder, optimizer=optimizer, keep=2, wait=False)
     assert made is not None
     made._thread.join(60)
     assert made.done
     made.told = True  # the process is gone: nobody hears how it ended
     saving._UNDER_WAY.pop(made._thread, None)
-    pipe.meet("the end")
+    pipe.ranks.barrier("the end")
     saving.DISK = Disk()
-    return int(pipe.gather("acts", disk.count)[0])
+    return int(pipe.ranks.all_gather("acts", disk.count)[0])
 
 
 def killed_again_and_again(folder: str) -> Any:

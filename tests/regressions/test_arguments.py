@@ -96,10 +96,12 @@ def test_nonsense_is_named_by_a_pipeline(tmp_path: Path, monkeypatch: pytest.Mon
     """A batch that the user's module does not take is the module's error, and comes as it is."""
     monkeypatch.chdir(tmp_path)
     pipe, _ = make()
-    of_pipe = (
-        "any calibrate clip_grad_norm_ gather load load_state_dict recut run_plan save save_pretrained train whole"
-    )
-    assert [line for name in of_pipe.split() for line in raw_errors(name, getattr(pipe, name), tries=20)] == []
+    of_pipe = "calibrate clip_grad_norm_ load load_state_dict recut run_plan save save_pretrained train whole"
+    calls = {name: getattr(pipe, name) for name in of_pipe.split()} | {
+        "any": pipe.ranks.any,
+        "all": pipe.ranks.all_gather,
+    }
+    assert [line for name, call in calls.items() for line in raw_errors(name, call, tries=20)] == []
     x, y = torch.ones(2, 4, 4)
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(RunError, match="loss_kwargs is a Tensor"):
@@ -140,8 +142,8 @@ def test_a_value_that_cannot_be_told_fails_on_every_rank() -> None:
     def rank(transport: LocalTransport) -> None:
         pipe, _ = make(transport)
         with pytest.raises(RunError, match="not JSON serializable"):
-            pipe.gather("something", object() if transport.rank == 1 else 3)
-        assert pipe.gather("something", transport.rank) == [0, 1]
+            pipe.ranks.all_gather("something", object() if transport.rank == 1 else 3)
+        assert pipe.ranks.all_gather("something", transport.rank) == [0, 1]
 
     LocalWorld(2).run(rank)
 

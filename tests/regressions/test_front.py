@@ -169,7 +169,7 @@ def test_evaluating_different_rows_harms_nothing() -> None:
                 call(x[:rows], **({"target": y[:rows]} if call == pipe.evaluate else {}))
         with pytest.raises(PenstockError, match=r"no rows|cannot be cut"):
             pipe.evaluate(x[: 4 * transport.rank], target=y)
-        pipe.meet("a barrier afterwards")
+        pipe.ranks.barrier("a barrier afterwards")
         assert pipe.evaluate(x[:2], target=y[:2]).loss is not None
         assert pipe.predict(x).shape == y.shape
         return pipe.step(x, target=y).loss
@@ -202,8 +202,8 @@ def test_what_all_ranks_do_together_is_refused_inside_a_step() -> None:
         acts = {
             "clip_grad_norm_()": lambda: pipe.clip_grad_norm_(1.0),
             "evaluate()": lambda: pipe.evaluate(x, target=y),
-            "any()": lambda: pipe.any(True),
-            "a barrier": lambda: pipe.meet("a barrier"),
+            "any()": lambda: pipe.ranks.any(True),
+            "a barrier": lambda: pipe.ranks.barrier("a barrier"),
         }
 
         def intrude(grad: Tensor) -> None:
@@ -416,7 +416,14 @@ class LosesOne:
     def __init__(self) -> None:
         self.met: list[str] = []
 
-    def gather(self, what: str, value: object) -> list[object]:
+    @property
+    def own(self) -> LosesOne:
+        return self
+
+    def barrier(self, what: str) -> None:
+        self.all_gather(what, None)
+
+    def all_gather(self, what: str, value: object) -> list[object]:
         self.met.append(what)
         if len(self.met) == 1:
             raise RunError("the first meeting fails")

@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
         lambda pipe, _: pipe.run_plan(get_schedule("1f1b")(3, 2)),
         lambda pipe, _: pipe.run_plan(get_schedule("gpipe")(2, 2)),
     ),
-    "no flag": (lambda pipe, _: pipe.any(torch.ones(2)), lambda pipe, _: pipe.any(False)),  # type: ignore[arg-type]
+    "no flag": (lambda pipe, _: pipe.ranks.any(torch.ones(2)), lambda pipe, _: pipe.ranks.any(False)),  # type: ignore[arg-type]
 }
 """Each as it is called on one rank, and as on the other."""
 

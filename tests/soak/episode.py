@@ -74,7 +74,7 @@ class Episode:
             dynamic=script.dynamic,
             **options,
         )
-        self.processes = self.pipe.gather("the process of each rank", os.getpid())
+        self.processes = self.pipe.ranks.all_gather("the process of each rank", os.getpid())
         self.done = 0  # good steps
         self.over = threading.Event()  # the step in which a process was stopped has ended here
 
@@ -93,7 +93,9 @@ class Episode:
         for step in range(len(self.script.rows)):
             if step == len(self.script.rows) // 4:
                 before = {**resources(), "keys": self._keys()}
-                self.pipe.gather("all have counted", None)  # who goes on may stop itself, and the store with it
+                self.pipe.ranks.all_gather(
+                    "all have counted", None
+                )  # who goes on may stop itself, and the store with it
             self._step(step, self.script.event(step))
         last = self.script.event(len(self.script.rows) - 1)
         if before and (last is None or last.kind not in LAST):

@@ -91,7 +91,7 @@ class Collectives:
 
     def __init__(self, tree: Tree, guard: CollectiveGuard, *, number: int, count: int) -> None:
         self.number, self.count = number, count
-        self._tree, self._guard = tree, guard
+        self.tree, self._guard = tree, guard
 
     @property
     def is_first(self) -> bool:
@@ -149,18 +149,21 @@ class Collectives:
             except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
                 raised = error
             if self.count > 1 or raised is not None:
-                self._compare(what, raised, given, f"the arguments of {what} differ between the ranks")
+                everyone = self._compare(what, raised, given)
+                same_everywhere(f"the arguments of {what}", dict(enumerate(everyone)), "Give every rank the same")
         return made[0]
 
     def same(self, what: str, facts: Mapping[str, object]) -> None:
         """Compare the facts with those of all ranks. Every rank raises RanksDisagree if one differs."""
-        self._compare(what, None, facts, _UNLIKE)
+        if everyone := self._compare(what, None, facts):
+            raise RanksDisagree(differences(everyone, _UNLIKE))
 
-    def _compare(self, what: str, raised: Exception | None, facts: Mapping[str, object], heading: str) -> None:
+    def _compare(self, what: str, raised: Exception | None, facts: Mapping[str, object]) -> list[dict[str, str]]:
+        """The facts of all ranks, by number, if those of one differ; else nothing."""
         told = json.dumps({name: str(fact) for name, fact in facts.items()}).encode()
-        if not self._exchange(what, raised, hashlib.sha256(told).digest()[:16], _equal):
-            everyone = [_decoded(what, one) for one in self._all(f"the facts of {what}", None, told)]
-            raise RanksDisagree(differences(everyone, heading))
+        if self._exchange(what, raised, hashlib.sha256(told).digest()[:16], _equal):
+            return []
+        return [_decoded(what, one) for one in self._all(f"the facts of {what}", None, told)]
 
     def reduce(self, what: str, numbers: Tensor, op: Literal["sum", "max", "min"] = "sum") -> None:
         """Make the small tensor, in host memory, the sum, maximum or minimum over all ranks, element by element."""
@@ -201,21 +204,21 @@ class Collectives:
 
         With `keep` only the first rank gets it. If a rank has raised, all raise.
         """
-        wire = _Wire(zlib.crc32(what.encode()))
+        wire = _Wire(zlib.crc32(str(what).encode()))
         mine = (
             Contribution(ContributionKind.VALUE, payload)
             if raised is None
             else Contribution(ContributionKind.ERROR, _told(self.number, raised))
         )
         with self._guard.collective(what):
-            frame = _joined([mine, *map(wire.receive, self._tree.children)], join, self.number)
-            if self._tree.parent is not None:
-                wire.send(self._tree.parent, frame)
-                frame = wire.receive(self._tree.parent)
+            frame = _joined([mine, *map(wire.receive, self.tree.children)], join, self.number)
+            if self.tree.parent is not None:
+                wire.send(self.tree.parent, frame)
+                frame = wire.receive(self.tree.parent)
             elif keep is not None and frame.kind is ContributionKind.VALUE:
                 keep(frame.payload)
                 frame = Contribution(ContributionKind.VALUE, b"")
-            for child in self._tree.children:
+            for child in self.tree.children:
                 wire.send(child, frame)
         if wire.interrupt is not None:
             raise wire.interrupt
@@ -266,6 +269,16 @@ class _Wire:
         except KeyboardInterrupt as error:
             self.interrupt = error
         return tensor.numpy().tobytes()
+
+
+def same_everywhere(what: str, everyone: Mapping[int, Mapping[str, object]], advice: str) -> None:
+    """Raise on every rank if the facts of one differ; the text shows which, and on which ranks."""
+    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
+    unlike = [name for name in names if len({facts[name] for facts in everyone.values()}) > 1]
+    if unlike:
+        listed = {number: ", ".join(f"{name} {facts[name]}" for name in unlike) for number, facts in everyone.items()}
+        rows = "".join(f"\n  rank {number}: {text}" for number, text in listed.items())
+        raise RanksDisagree(f"{what} differ between the ranks:{rows}\n{advice}")
 
 
 def differences(everyone: Sequence[Mapping[str, str]], heading: str) -> str:

@@ -34,7 +34,7 @@ from penstock.health.position import table
 
 HOST_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 _BREAK_TAG = 0x9E58  # nothing is ever sent under it
-_SIDE_TAG = 0x9E59  # of collectives, which never meet messages of a step
+SIDE_TAG = 0x9E59  # of collectives, which never meet messages of a step
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
 _CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
@@ -181,7 +181,7 @@ class DistributedTransport(Transport):
         if self._torn is not None:
             return self._since_torn(self._torn)
         text = str(error)
-        timed_out = _ran_out(text)
+        timed_out = ran_out(text)
         if not timed_out and not connection_lost(text):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
@@ -341,10 +341,10 @@ class SideMessages(Messages):
         self._transport = transport
 
     def sender(self, peer: int) -> Send:
-        return partial(self._transport._gloo.send, dstRank=self.peer(peer), tag=_SIDE_TAG)
+        return partial(self._transport._gloo.send, dstRank=self.peer(peer), tag=SIDE_TAG)
 
     def receiver(self, peer: int) -> Receive:
-        return partial(self._transport._gloo.recv, srcRank=self.peer(peer), tag=_SIDE_TAG)
+        return partial(self._transport._gloo.recv, srcRank=self.peer(peer), tag=SIDE_TAG)
 
     def waiter(self) -> Callable[[Work], object]:
         return DistributedTransport.waiter(self._transport)
@@ -447,11 +447,11 @@ def end_waits(gloo: Gloo) -> None:
             if peer != gloo.rank():
                 gloo.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
-            if _ran_out(str(error)):
+            if ran_out(str(error)):
                 return
 
 
-def _ran_out(text: str) -> bool:
+def ran_out(text: str) -> bool:
     return "Timed out" in text or "timed out" in text
 
 

@@ -12,17 +12,29 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from operator import methodcaller
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comm.distributed import connection_lost, end_waits, folder_of_group, gloo_of, place_in_store
+from penstock.comm.distributed import (
+    SIDE_TAG,
+    Gloo,
+    connection_lost,
+    end_waits,
+    folder_of_group,
+    gloo_of,
+    place_in_store,
+    ran_out,
+)
+from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned
-from penstock.errors import PenstockError, ReplicaFailed, TransportError
+from penstock.errors import PenstockError, ReplicaFailed, StepTimeout, TransportError
 from penstock.health.failure import FailureRecord
 
 _GRACE = 0.5  # seconds that a process whose connection is lost may take to end
@@ -48,17 +60,10 @@ class HostGroup:
         """Make the tensor the sum over all processes. The wait has the bound of the group."""
         self._gloo.allreduce([tensor]).wait()
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """What each process gives, on all of them. The waits have the bound of the group."""
-        lengths = torch.zeros(len(self._ranks), dtype=torch.int64)
-        lengths[self._rank] = len(payload)
-        self.sum(lengths)
-        everything = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
-        parts = everything.split(lengths.tolist())
-        if payload:
-            parts[self._rank].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self.sum(everything)
-        return [part.numpy().tobytes() for part in parts]
+    @cached_property
+    def messages(self) -> Messages:
+        """For collectives over all replicas."""
+        return _ReplicaMessages(self, self._gloo, self._rank, len(self._ranks))
 
     # -- steps
 
@@ -132,6 +137,29 @@ class HostGroup:
         if silent is not None and self._lost is None and self._steps:
             self._lost = silent
             end_waits(self._gloo)
+
+
+class _ReplicaMessages(Messages):
+    """Messages by a group's gloo, under a tag of penstock's own. The waits have the bound of the group."""
+
+    def __init__(self, group: HostGroup, gloo: Gloo, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, torch.device("cpu")
+        self._group, self._gloo = weakref.proxy(group), gloo
+
+    def sender(self, peer: int) -> Send:
+        return partial(self._gloo.send, dstRank=self.peer(peer), tag=SIDE_TAG)
+
+    def receiver(self, peer: int) -> Receive:
+        return partial(self._gloo.recv, srcRank=self.peer(peer), tag=SIDE_TAG)
+
+    def waiter(self) -> Callable[[Work], object]:
+        return methodcaller("wait")
+
+    def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
+        found: ReplicaFailed | None = self._group.explain(error)
+        if found is None and ran_out(str(error)):
+            return StepTimeout(f"{self._group.names([peer])} of the job never came: {what}")
+        return found or TransportError(f"{what}, {self._group.names([peer])} of the job: {error}")
 
 
 def blamed(ended: FailureRecord | None, posted: Mapping[int, FailureRecord]) -> FailureRecord | None:

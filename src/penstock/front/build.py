@@ -19,13 +19,14 @@ from penstock.balance import Profile
 from penstock.batch import batch_size_of
 from penstock.capture import Pipe, cuts_at, pipeline, warn_if_uneven
 from penstock.capture.load_state import to_materialise
+from penstock.comm.collectives import same_everywhere
 from penstock.errors import CaptureError, PlanError, StageError
 from penstock.front.candidates import Wishes, plans
 from penstock.front.choice import Built, Choice, Machine
 from penstock.front.choose import choose
 from penstock.front.compared import compare
 from penstock.front.dimensions import spread
-from penstock.front.ends import Ends, same_everywhere
+from penstock.front.ends import Ends
 from penstock.front.machine import copy_bandwidth, measure_machine
 from penstock.front.model_profile import captured, estimated_profile, measured_profile, together
 from penstock.front.pipeline_options import RankOptions, Request
@@ -55,7 +56,7 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
     compare(request.options(model, of_ranks), ends)
     given = [stage.submod for stage in made] if model is None else [model]
     example = (request.args, request.of_model.example_kwargs)
-    ends.each("looking at the tensors of the model", lambda: refuse_inference_mode(given, example))
+    ends.ranks.together("looking at the tensors of the model", lambda: refuse_inference_mode(given, example))
     if isinstance(of_steps.receives, InTurn):  # before anything is measured over other communicators
         ends.transport.arrange(of_steps.receives.queues)
     built = build(replace(request, model=model), ends) if model is not None and not made else adopt(request, ends)
@@ -66,7 +67,7 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
             compile_in_place(stage.submod, of_cut.compile)
             stage.submod = wrap(stage.submod, of_ranks.data_parallel, ends.data)
 
-    ends.each("spreading, compiling and wrapping the stages", finish)
+    ends.ranks.together("spreading, compiling and wrapping the stages", finish)
     return built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload)), ends
 
 
@@ -75,7 +76,7 @@ def adopt(request: Request, ends: Ends) -> Built:
     made = request.of_cut.made
     if isinstance(request.schedule, Plan):
         return Built(made, request.schedule)
-    everyone = ends.gather("the stages of each rank", [stage.stage_index for stage in made])
+    everyone = ends.own.all_gather("the stages of each rank", [stage.stage_index for stage in made])
     rank_of = {index: rank for rank, held in enumerate(everyone) for index in held}
     placement = Placement.of([rank_of.get(index, 0) for index in range(made[0].num_stages)])
     count, ranks = placement.num_stages, placement.num_ranks
@@ -94,7 +95,7 @@ def build(request: Request, ends: Ends) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
     given = request.of_cut.profile
     if isinstance(file := given, str | Path):  # read first of all, by the rank that decides: it may be on no other host
-        given = Profile.loads(ends.decide(f"reading the profile {file}", lambda: Profile.load(file).dumps()))
+        given = Profile.loads(ends.ranks.broadcast(f"reading the profile {file}", lambda: Profile.load(file).dumps()))
     machine = Machine() if given is False else _measured(request, ends)
     known = given if isinstance(given, Profile) else None
     # All ranks measure at the same time, before the first one decides.
@@ -104,17 +105,17 @@ def build(request: Request, ends: Ends) -> Built:
         profile = known or (found() if found is not None else estimated_profile(request, ends))
         return _decide(request, ends, machine, profile).dumps()
 
-    choice = Choice.loads(ends.decide("profiling the model and choosing a schedule", decide))
+    choice = Choice.loads(ends.ranks.broadcast("profiling the model and choosing a schedule", decide))
     if ends.rank == 0:
         warn_if_uneven(choice.profile, choice.boundaries)
 
-    pipe = ends.each("capturing the model", lambda: cut(request, choice))
-    everyone = dict(enumerate(ends.agree("comparing the stages", lambda: stage_facts(pipe, request))))
+    pipe = ends.ranks.together("capturing the model", lambda: cut(request, choice))
+    everyone = dict(enumerate(ends.ranks.try_all("comparing the stages", lambda: stage_facts(pipe, request))))
     same_everywhere("the stages", everyone, "Build the same model with the same example on every rank")
     here = choice.plan.placement.stages_of(ends.rank)
     modules = [pipe.get_stage_module(k) for k in here]
-    pending = ends.each("the values of the model", lambda: values_to_fill(modules, request, ends.device))
-    ends.agree("giving the model its values", lambda: [fill() for fill in pending])
+    pending = ends.ranks.together("the values of the model", lambda: values_to_fill(modules, request, ends.device))
+    ends.ranks.try_all("giving the model its values", lambda: [fill() for fill in pending])
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 
@@ -149,9 +150,9 @@ def _measured(request: Request, ends: Ends) -> Machine:
     machine = measure_machine(ends)
     if request.of_steps.offload is False and not _may_offload(request, ends):
         return machine
-    ends.gather("about to measure copies", None)
+    ends.own.barrier("about to measure copies")
     place = offload_target(request.of_steps.offload_to)
-    found = ends.agree("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))
+    found = ends.ranks.try_all("how fast each rank copies", lambda: copy_bandwidth(ends.device, place))
     return replace(machine, copy_bandwidth=float(min(found)))
 
 

@@ -135,7 +135,7 @@ OWN: dict[str, str] = {
 def compare(options: Mapping[str, Value], ends: Ends) -> None:
     """Raise RanksDisagree on every rank of every replica, if an option that must be the same differs."""
     facts = {name: describe(options[name]) for name, describe in COMPARED.items()}
-    everyone = ends.agree("comparing the options of a pipeline", lambda: facts)
+    everyone = ends.ranks.try_all("comparing the options of a pipeline", lambda: facts)
     replicas = [everyone[first : first + ends.num_ranks] for first in range(0, len(everyone), ends.num_ranks)]
     unlike = [
         name for name in COMPARED if any(_differs(name, one) for one in (replicas if name == "seed" else [everyone]))

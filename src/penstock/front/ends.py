@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import errors
-from penstock.checkpoint.manifest import Damaged
+from penstock.comm.collectives import Collectives, Edge, Tree
 from penstock.comm.host_group import host_group
 from penstock.comm.transport import Transport
-from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, RunError, StageError, StepTimeout, TransportError
-from penstock.health.decoding import reading
-from penstock.nest import Value
+from penstock.errors import PeerFailed, PenstockError, ReplicaFailed, StageError, StepTimeout, TransportError
 from penstock.run.meeting import transport_of
 from penstock.stage.pipeline_stage import Group, place_in
 
@@ -101,54 +97,36 @@ class Ends:
         """The place of another rank of this pipeline among all ranks of all replicas."""
         return self.replica * self.num_ranks + rank
 
-    def decide(self, what: str, make: Callable[[], str]) -> str:
-        """The text that the first rank makes, on every rank. If it raises, every rank raises."""
-        return str(self.agree(what, make if self.is_first else str)[0])
+    @cached_property
+    def ranks(self) -> Collectives:
+        """What all ranks of all replicas do together, by `number`: the tree of the pipeline below each first rank, and a tree of
+        the replicas above these."""
+        tree = self.transport.collectives.tree
+        if self.num_replicas > 1 and self.rank == 0:
+            messages, place = host_group(self.copies).messages, self.replica
+            above = None if place == 0 else Edge(messages, (place - 1) // 2)
+            below = [Edge(messages, one) for one in (2 * place + 1, 2 * place + 2) if one < self.num_replicas]
+            tree = Tree(above, [*tree.children, *below])
+        return Collectives(tree, self, number=self.number, count=self.num_ranks * self.num_replicas)
 
-    def agree(self, what: str, make: Callable[[], object]) -> list[Value]:
-        """What each rank of each replica makes, on all of them, by `number`. If it raises on one, all raise."""
-        with self.transport.called(what):
-            raised, post = _attempt(make)
-            with self.among_replicas():
-                posts = self._gather(what, post)
-                if self.num_replicas > 1:
-                    everyone = host_group(self.copies).gather(json.dumps(posts).encode())
-                    posts = [one for replica in everyone for one in json.loads(replica)]
-        return _value(what, raised, posts)
+    @cached_property
+    def own(self) -> Collectives:
+        """What the ranks of this pipeline do together, by rank."""
+        return Collectives(self.transport.collectives.tree, self, number=self.rank, count=self.num_ranks)
 
-    def each(self, what: str, make: Callable[[], Made]) -> Made:
-        """What this rank makes, once every rank of every replica has made its own. If one raises, all raise."""
-        made: list[Made] = []
-        self.agree(what, lambda: made.append(make()))
-        return made[0]
+    def called(self, what: str) -> AbstractContextManager[None]:
+        """Around a call of one of these."""
+        return self.transport.called(what)
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Around the messages of one of these."""
+        with self.transport.alone(what), self.among_replicas(), self.transport.collective(what):
+            yield
 
     def ready(self, what: str, make: Callable[[], Made], facts: Callable[[], Mapping[str, object]] = dict) -> Made:
-        """What this rank makes, once all ranks know that each has made its own and was given the same. If one raises, all raise.
-
-        It is quicker than `each`: where all is well one number of each rank is told. For calls that are made after each step.
-        """
-        if self.num_ranks * self.num_replicas == 1:
-            return make()
-        made: list[Made] = []
-        given: dict[str, object] = {}
-        raised: Exception | None = None
-        with self.transport.called(what):
-            try:
-                made.append(make())
-                given.update(facts())
-            except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
-                raised = error
-            if self._all_have(what, None if raised is not None else zlib.crc32(repr(given).encode())):
-                return made[0]
-
-            def tell() -> dict[str, object]:
-                if raised is not None:
-                    raise raised
-                return given
-
-            everyone = dict(enumerate(self.agree(what, tell)))
-            same_everywhere(f"the arguments of {what}", everyone, "Give every rank the same")
-        return made[0]
+        """What this rank makes, once each rank has made its own and was given the same. If one raises, all raise."""
+        return make() if self.ranks.count == 1 else self.ranks.together(what, make, facts)
 
     def together(self, what: str, run: Callable[[], Made]) -> Made:
         """What a run gives that succeeds or fails on all ranks of a pipeline; if it fails in one replica, all raise."""
@@ -167,41 +145,6 @@ class Ends:
             return self.ready(what, attempt)
         except PenstockError as error:
             raise own[0] if own else error from None
-
-    def _all_have(self, what: str, code: int | None) -> bool:
-        """Whether all ranks of all replicas have the same number, below 2 ** 32; None: this one has none."""
-        mine = -1.0 if code is None else float(code)
-        with self.among_replicas():
-            if self.num_replicas > 1:
-                total = torch.tensor([code is None, mine], dtype=torch.float64)
-                host_group(self.copies).sum(total)
-                mine = mine if total.tolist() == [0.0, self.num_replicas * mine] else -1.0
-            everyone = {*self.of_each(what, mine)}
-        return everyone == {mine} != {-1.0}
-
-    def gather(self, what: str, value: object) -> list[Value]:
-        """A small value of each rank of this pipeline, on each of them."""
-        return self._gather(what, json.dumps(value).encode())
-
-    def _gather(self, what: str, post: bytes) -> list[Value]:
-        with self.transport.alone(what), self.among_replicas():
-            posts = self.transport.collectives.all_bytes(what, post)
-        with reading(f"what a rank posted for {what}"):
-            return [json.loads(post) for post in posts]
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank of any replica."""
-        with self.among_replicas():
-            total = torch.tensor([sum(self.of_each("any()", float(flag)))], dtype=torch.float64)
-            self.mean_over_replicas(total)
-        return total.item() > 0
-
-    def of_each(self, what: str, number: float) -> list[float]:
-        """A number of each rank of this pipeline, on each of them."""
-        if self.transport.num_ranks == 1:
-            return [number]
-        with self.transport.alone(what), self.among_replicas():
-            return self.transport.collectives.all_gather(what, number)
 
     def mean_over_replicas(self, values: torch.Tensor) -> None:
         """Make numbers their mean over the replicas; the host waits for the others if they are in host memory."""
@@ -233,50 +176,6 @@ class Ends:
             raise
         finally:
             replicas.end()
-
-
-def same_everywhere(what: str, everyone: Mapping[int, Mapping[str, object]], advice: str) -> None:
-    """Raise on every rank if the facts of one differ; the text shows which, and on which ranks."""
-    names = dict.fromkeys(name for facts in everyone.values() for name in facts)
-    unlike = [name for name in names if len({facts[name] for facts in everyone.values()}) > 1]
-    if unlike:
-        listed = {number: ", ".join(f"{name} {facts[name]}" for name in unlike) for number, facts in everyone.items()}
-        rows = "".join(f"\n  rank {number}: {text}" for number, text in listed.items())
-        raise errors.RanksDisagree(f"{what} differ between the ranks:{rows}\n{advice}")
-
-
-def _attempt(make: Callable[[], object]) -> tuple[Exception | None, bytes]:
-    """What the others are told: the value, or the error. A value that cannot be told is an error like any other."""
-    try:
-        return None, json.dumps({"value": make()}).encode()
-    except Exception as error:  # noqa: BLE001  the others must hear of it, whatever it is
-        return error, json.dumps({"error": str(error), "kind": type(error).__name__}).encode()
-
-
-def _value(what: str, raised: Exception | None, posts: list[dict[str, Value]]) -> list[object]:
-    """The values; or an error of the kind that the first rank which failed raised, since what every rank does next depends on it.
-
-    A rank whose own error is of that kind raises its own.
-    """
-    number, failed = next(((number, post) for number, post in enumerate(posts) if "error" in post), (0, None))
-    if failed is None:
-        return [post["value"] for post in posts]
-    if type(raised).__name__ != failed["kind"]:
-        raise _kind(failed["kind"])(f"rank {number} failed at {what}: {failed['kind']}: {failed['error']}") from raised
-    if isinstance(raised, PenstockError):
-        raise raised
-    raise RunError(f"{what}: {failed['kind']}: {raised}") from raised
-
-
-def _kind(name: str) -> type[PenstockError]:
-    """An error of penstock's that another rank raised, so that every rank's program can catch the same.
-
-    What goes wrong in the run itself is told as a RunError, but for a checkpoint that is not what was written.
-    """
-    found: object = Damaged if name == "Damaged" else getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, PenstockError):
-        return found if found is Damaged or not issubclass(found, RunError) else RunError
-    return RunError
 
 
 def _refuse_early() -> None:

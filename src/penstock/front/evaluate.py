@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.batch.policy import RowPolicy
+from penstock.comm.collectives import same_everywhere
 from penstock.errors import SplitError
-from penstock.front.ends import Ends, same_everywhere
+from penstock.front.ends import Ends
 from penstock.nest import Value
 
 _NOTHING = -1  # in place of a number of rows
@@ -33,7 +34,7 @@ def count_of_evaluation(
         return _NOTHING if rows is None else rows
 
     mine = ends.ready("evaluate() or predict()", look)
-    everyone = [int(number) for number in ends.of_each("evaluate() or predict()", mine)]
+    everyone = [int(number) for number in ends.own.all_gather("evaluate() or predict()", mine)]
     given = {rank: {"rows": count} for rank, count in enumerate(everyone) if count != _NOTHING}
     same_everywhere("the batches", given, "Give every rank the same")
     return next((facts["rows"] for facts in given.values()), None)

@@ -24,9 +24,10 @@ from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.torch_list import LIST
 from penstock.checkpoint.weight_files import Source, check_values, open_weights, put
 from penstock.checks import check_types
+from penstock.comm.collectives import same_everywhere
 from penstock.errors import RunError, StageError
 from penstock.front.companions import Companions, Pending, by_parameter, under
-from penstock.front.ends import Ends, same_everywhere
+from penstock.front.ends import Ends
 from penstock.front.names import StageTensors
 from penstock.nest import Value
 
@@ -83,7 +84,7 @@ def load_into(
         check_types("load", RunError, folder=(folder, str | PathLike))
         return json.dumps([[*map(str, paths)] for paths in kept.lines(Path(folder))])
 
-    line, others = json.loads(ends.decide("the checkpoints there are", look))
+    line, others = json.loads(ends.ranks.broadcast("the checkpoints there are", look))
     for place, next_one in zip(line, [*line[1:], None], strict=True):
         try:
             return _load_one(Path(place), tensors, ends, companions)
@@ -117,11 +118,11 @@ def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Compan
         read.append((manifest, lineage, found, pending, companions.saved(place, manifest, ends)))
         return {"step": manifest.step, "digest": manifest.digest[:16]}
 
-    everyone = dict(enumerate(ends.agree(f"reading the checkpoint {place}", look)))
+    everyone = dict(enumerate(ends.ranks.try_all(f"reading the checkpoint {place}", look)))
     same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
     manifest, lineage, found, pending, states = read[0]
     try:
-        ends.agree(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
+        ends.ranks.try_all(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
     except Exception:
         companions.undo(before)
         raise
@@ -156,7 +157,7 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
 def take_weights(tensors: StageTensors, ends: Ends, source: Source) -> None:
     """Values for stages made by hand. All ranks read and check theirs before one changes anything."""
     read = partial(_given_tensors, tensors, strict=True)
-    _change(tensors, ends.each("the weights of the stages", lambda: read(open_weights(source))))
+    _change(tensors, ends.ranks.together("the weights of the stages", lambda: read(open_weights(source))))
 
 
 def _given_tensors(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bool) -> Pairs:

@@ -129,7 +129,7 @@ def measure_links(ends: Ends) -> list[Link]:
     if ends.num_ranks < 2:
         return []
     transport, number = ends.transport, ends.num_ranks
-    ends.gather("about to measure the links", None)
+    ends.own.barrier("about to measure the links")
     transport.connect({(ends.rank + 1) % number, (ends.rank - 1) % number})
     mine = []
     for pairs in rounds(number):
@@ -137,7 +137,9 @@ def measure_links(ends: Ends) -> list[Link]:
             if ends.rank in (one, other):
                 links = _measured(transport, one, other)
                 mine += links if ends.rank == one else []
-    return [Link(*link) for links in ends.gather("how far the ranks are from one another", mine) for link in links]
+    return [
+        Link(*link) for links in ends.own.all_gather("how far the ranks are from one another", mine) for link in links
+    ]
 
 
 def _measured(transport: Transport, one: int, other: int) -> list[Link]:

@@ -162,7 +162,7 @@ class MemoryKeeper:
 
     def value(self, lowered: Plan, choice: Choice | None) -> Memory:
         """What all ranks hold; every rank calls it."""
-        ranks, told = [], self.ends.gather("the memory of each rank", (self.parameters, self.last))
+        ranks, told = [], self.ends.own.all_gather("the memory of each rank", (self.parameters, self.last))
         for rank, (parameters, (after_each, buffers, peak)) in enumerate(told):
             ranks.append(
                 RankMemory(

@@ -82,7 +82,7 @@ def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Ca
         nonlocal met
         if not met:  # the ranks meet here once, also if that fails: the others go on to what follows
             met = True
-            ends.gather("about to measure the layers", None)
+            ends.own.barrier("about to measure the layers")
 
     mine: Profile | Exception
     try:
@@ -90,7 +90,9 @@ def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Ca
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
         mine = error
     barrier()
-    texts = ends.gather("what the layers cost on each rank", mine.dumps() if isinstance(mine, Profile) else None)
+    texts = ends.own.all_gather(
+        "what the layers cost on each rank", mine.dumps() if isinstance(mine, Profile) else None
+    )
 
     def outcome() -> Profile:
         if isinstance(mine, Exception):

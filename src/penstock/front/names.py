@@ -107,7 +107,7 @@ def prefixes_of(stages: Sequence[PipelineStage], ends: Ends, ties: Iterable[Hold
         return {}
     tied = _by_holder(ties)
     mine = {stage.stage_index: list(unwrap(stage.submod).state_dict()) for stage in stages}
-    told = ends.gather("the names of the parameters", list(mine.items()))
+    told = ends.own.all_gather("the names of the parameters", list(mine.items()))
     everyone: dict[int, list[str]] = dict(chain.from_iterable(told))
     seen: dict[str, int] = {}
     for index, listed in sorted(everyone.items()):

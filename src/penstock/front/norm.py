@@ -65,7 +65,7 @@ def total_norm(local: Local, ends: Ends, *, scaler: object = None) -> float:
         for (by_device, place), flag in zip(found, infinite, strict=True):
             # Where it was: the scaler then asks no device, and copies it back without a wait.
             by_device[place] = pinned(torch.full((), flag, dtype=torch.float32))
-        everywhere = torch.tensor(ends.of_each("clip_grad_norm_()", number), dtype=torch.float64)
+        everywhere = torch.tensor(ends.own.all_gather("clip_grad_norm_()", number), dtype=torch.float64)
     return float(everywhere.max()) if largest else float(everywhere.sum()) ** (1 / norm_type)
 
 

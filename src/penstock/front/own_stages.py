@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.capture.stage_module import StageModule
 from penstock.checks import check_types
+from penstock.comm.collectives import Collectives
 from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.front.choice import Built, Choice
@@ -24,7 +25,6 @@ from penstock.front.loading import copy_state
 from penstock.front.names import StageTensors, prefixes_of, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.sharing import Sharing
-from penstock.nest import Value
 from penstock.run.ties import Holders, Tied, declared, holders_of
 from penstock.simulate import Timeline
 from penstock.stage.pipeline_stage import PipelineStage
@@ -176,32 +176,14 @@ class OwnStages:
         """What was chosen and among what; None for stages made by hand."""
         return self._built.choice
 
-    def decide(self, what: str, make: Callable[[], str]) -> str:
-        """The text that `make` gives on rank 0, on every rank; all ranks call it, and all raise if it raises."""
-        check_types("decide", RunError, what=(what, str))
-        return self._ends.decide(what, make)
+    @property
+    def ranks(self) -> Collectives:
+        """What all ranks of all replicas do together.
 
-    def agree(self, what: str, make: Callable[[], Value]) -> list[Value]:
-        """What `make` gives on each rank of each replica, on all of them; all ranks call it, and all raise if one does."""
-        check_types("agree", RunError, what=(what, str))
-        return self._ends.agree(what, make)
-
-    def meet(self, what: str) -> None:
-        """Wait for all ranks; `what` says in an error what for."""
-        self.decide(what, str)
-
-    def gather(self, what: str, value: Value) -> list[Value]:
-        """A small value that JSON can hold, of each rank of each replica, on all of them."""
-        return self.agree(what, lambda: value)
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-
-        def look() -> bool:
-            check_types("any", RunError, flag=(flag, bool | int))
-            return bool(flag)
-
-        return self._ends.any(self._ends.ready("any()", look))
+        folder = pipe.ranks.broadcast("a folder", make_folder)       # made on the first rank
+        losses = pipe.ranks.all_gather("losses", loss)
+        """
+        return self._ends.ranks
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

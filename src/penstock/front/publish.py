@@ -58,7 +58,7 @@ def save_pretrained(place: Path, tensors: StageTensors, ends: Ends, origin: Orig
                 mine[next((one for one in tensors.spellings(name) if one in origin.names), name)] = value
         return [[name, value.nbytes] for name, value in mine.items()]
 
-    everyone = ends.agree("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
+    everyone = ends.ranks.try_all("what is to be written", look)[: ends.num_ranks]  # the replicas hold the same names
     shards = _shards(everyone, max_shard_bytes)
     whole = {name: whole_tensor(value) for name, value in mine.items()}  # sharded ones put together on all replicas
 
@@ -85,8 +85,8 @@ def save_pretrained(place: Path, tensors: StageTensors, ends: Ends, origin: Orig
             _write_config(name, config, place, origin, tensors)
         return str(place)
 
-    ends.agree(f"writing the weights to {place}", write)
-    ends.decide(f"the index of the weights in {place}", finish)
+    ends.ranks.try_all(f"writing the weights to {place}", write)
+    ends.ranks.broadcast(f"the index of the weights in {place}", finish)
 
 
 _INDEX = "model.safetensors.index.json"

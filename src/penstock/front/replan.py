@@ -45,10 +45,10 @@ def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[]
     steps: list[tuple[Timeline, float]] = []  # each with what it took beside its actions
     with leaving_no_trace(schedule) as drop_gradients:
         for at in range(_WARM_UP + _MOST * rounds):
-            if len(steps) >= rounds and not ends.any(not enough([timeline for timeline, _ in steps], rounds)):
+            if len(steps) >= rounds and not ends.ranks.any(not enough([timeline for timeline, _ in steps], rounds)):
                 break
             drop_gradients()
-            ends.gather("about to measure a step", None)
+            ends.own.barrier("about to measure a step")
             with schedule.record() as recording:
                 began = time.perf_counter()
                 step()
@@ -57,7 +57,9 @@ def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[]
                 steps.append((recording.timeline, seconds - recording.timeline.makespan))
     free = [one for one in steps if is_free(one[0])]
     used = free if 2 * len(free) > len(steps) else steps  # where most are disturbed, those of the training will be
-    beside = max(ends.gather("what a step takes beside its actions", statistics.median(around for _, around in used)))
+    beside = max(
+        ends.own.all_gather("what a step takes beside its actions", statistics.median(around for _, around in used))
+    )
     costs = compiled_costs(schedule, measured_costs([timeline for timeline, _ in used], choice.costs))
     return replace(choice, calibrated=costs, machine=replace(choice.machine, around=max(beside, 0.0)))
 
@@ -173,7 +175,7 @@ def recut(choice: Choice, timelines: Sequence[Timeline], ends: Ends, *, gain: fl
             return ""
         return replace(choice.profile, metadata={**choice.profile.metadata, "rank_times": list(times)}).dumps()
 
-    text = ends.decide("how to cut the model from now on", decide)
+    text = ends.ranks.broadcast("how to cut the model from now on", decide)
     return Profile.loads(text) if text else None
 
 

@@ -118,14 +118,14 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: C
         optimizer = as_json(facts, "the optimizer")
         return {"tensors": listed, "aliases": tensors.aliases, "optimizer": optimizer, "extra": extra}
 
-    everyone = ends.agree("what a checkpoint holds", look)
+    everyone = ends.ranks.try_all("what a checkpoint holds", look)
     claims: list[kept.Claim] = []
 
     def claim() -> str:
         claims.append(kept.begin(place, DISK, companions.lineage))
         return str(claims[0].fresh)
 
-    fresh = Path(ends.decide("a folder for the checkpoint", claim))
+    fresh = Path(ends.ranks.broadcast("a folder for the checkpoint", claim))
     owners = _owners(everyone)
     blocks = [block for block in mine if owners[block[0], tuple(block[1])] == ends.number]
     versions = {"penstock": __version__, "torch": torch.__version__}
@@ -139,8 +139,8 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: C
 def save(order: Order, ends: Ends) -> None:
     """Write it now. It is there whole on return, or an error is raised on every rank."""
     try:
-        rows = ends.agree(f"writing the checkpoint {order.place}", order.write)
-        ends.decide("the end of a checkpoint", lambda: order.finish(rows))
+        rows = ends.ranks.try_all(f"writing the checkpoint {order.place}", order.write)
+        ends.ranks.broadcast("the end of a checkpoint", lambda: order.finish(rows))
     except PenstockError:
         if ends.is_first:
             with suppress(OSError):
@@ -189,9 +189,13 @@ class Saving:
             stuck = not self._written.wait(self._patience)
             self.told = True
             try:
-                self._ends.agree(f"writing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck))
+                self._ends.ranks.try_all(
+                    f"writing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck)
+                )
                 stuck = not self._ended()
-                self._ends.agree(f"finishing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck))
+                self._ends.ranks.try_all(
+                    f"finishing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck)
+                )
             finally:
                 self._given_up.set()
                 if not stuck and self._ended() and self._ends.is_first:

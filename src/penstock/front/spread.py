@@ -119,7 +119,7 @@ class Telling:
 
     def _in_host_memory(self, losses: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if overflow is not None:
-            overflow = torch.tensor([float(self._ends.any(bool(overflow)))])
+            overflow = torch.tensor([float(self._ends.ranks.any(bool(overflow)))])
         if losses.numel():
             with self._ends.among_replicas():
                 if self._transport.num_ranks > 1:

@@ -90,7 +90,7 @@ def save_adapter(folder: str | Path, pipe: TransformersPipeline) -> None:
         config.save_pretrained(str(place))
         return str(place)
 
-    pipe.decide(f"writing the adapter to {place}", write)
+    pipe.ranks.broadcast(f"writing the adapter to {place}", write)
 
 
 def adapter_weights(folder: str | Path, pipe: TransformersPipeline) -> dict[str, Tensor]:

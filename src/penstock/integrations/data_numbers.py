@@ -55,7 +55,9 @@ class DataNumbers:
     def begin(self) -> None:
         """On all ranks: from here on data is drawn from what the first rank's ordinary state is now."""
         if self._pipe.num_ranks > 1:
-            made = self._pipe.decide("the random numbers of the data", lambda: self._text(self._ordinary.state_dict()))
+            made = self._pipe.ranks.broadcast(
+                "the random numbers of the data", lambda: self._text(self._ordinary.state_dict())
+            )
             self._state, self._before = decode(json.loads(made)), self._ordinary.state_dict()
 
     def end(self) -> None:
@@ -94,7 +96,7 @@ class DataNumbers:
             return
         pipe, what = self._pipe, "the random numbers of the data in a checkpoint"
         own = text if text is not None else self._text(self._ordinary.state_dict())
-        found = pipe.agree(what, lambda: own if pipe.rank == 0 else None)
+        found = pipe.ranks.try_all(what, lambda: own if pipe.rank == 0 else None)
         self._state = read_states(found[pipe.replica * pipe.num_ranks].encode(), what)
 
     @staticmethod

@@ -234,7 +234,7 @@ class PipelineStrategy(DDPStrategy):
             torch.save(checkpoint, folder / rest)
             return rest
 
-        rest = self.pipe.decide(f"writing to {folder}", write)
+        rest = self.pipe.ranks.broadcast(f"writing to {folder}", write)
         extra = {"rest": rest, "data": None if self._begun.numbers is None else self._begun.numbers.dumps()}
         self.pipe.save(folder / _PARTS, optimizer=next(iter(self.optimizers), None), extra=extra)
         if self.pipe.is_first:
@@ -248,7 +248,9 @@ class PipelineStrategy(DDPStrategy):
                 f"{folder} is no checkpoint of a PipelineStrategy; expected a folder with {_REST.format('...')} and {_PARTS}/"
             )
         found: list[dict[str, Value]] = []
-        self.pipe.agree(f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False)))
+        self.pipe.ranks.try_all(
+            f"reading {folder}", lambda: found.append(_rest_of(folder, safely=weights_only is not False))
+        )
         extra = self.pipe.load(folder / _PARTS, optimizer=next(iter(self.optimizers), None))
         if self._begun.numbers is not None and isinstance(extra.get("data"), str):
             self._begun.numbers.loads(extra["data"])

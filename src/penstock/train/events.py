@@ -122,7 +122,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         self.pipe = pipe
         self._loggers: list[Logger] = []
         self._allocator_counts = pipe.transport.device.type != "cpu" and allocator_counts()
-        pipe.decide("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
+        pipe.ranks.broadcast("the loggers of a run", lambda: self._open(loggers, Path(folder), first_step))
         self._followed = None if optimizer is None else _Followed(self, optimizer, first_step)
 
     def _open(self, loggers: Iterable[str | Logger], folder: Path, first_step: int) -> str:
@@ -143,7 +143,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         with self.pipe.schedule.watch() as recorder:
             yield noted
         mine = RankFigures(time.perf_counter() - began, recorder.busy, recorder.span, self._memory())
-        ranks = [RankFigures(**post) for post in self.pipe.gather("figures of a step", asdict(mine))]
+        ranks = [RankFigures(**post) for post in self.pipe.ranks.all_gather("figures of a step", asdict(mine))]
         if self.pipe.is_first:
             event = StepEvent.of(step, noted, ranks)
             for logger in self._loggers:

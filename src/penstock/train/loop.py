@@ -107,7 +107,7 @@ class Run:
 
     def _begin(self) -> int:
         """The step to begin with."""
-        pids = self.pipe.gather("the process of each rank", os.getpid())
+        pids = self.pipe.ranks.all_gather("the process of each rank", os.getpid())
         if self.screen.enabled:
             (self.options.folder / RANKS).write_text(json.dumps(pids), encoding="utf-8")
         start = self._resume() if self.options.resume else 0
@@ -134,7 +134,7 @@ class Run:
 
     def _resume(self) -> int:
         place = self.options.checkpoint
-        if not self.pipe.any(kept.is_any(place)):
+        if not self.pipe.ranks.any(kept.is_any(place)):
             self.screen.say("no checkpoint yet: starting at step 0")
             return 0
         extra = self.pipe.load(place, optimizer=self.rated.optimizer, data=self.job.position, or_older=True)
@@ -164,7 +164,7 @@ class Run:
                 if options.validate_every and self.job.validation and done % options.validate_every == 0:
                     self._validate(done)
                 enough = self._has_had_enough()
-                stopped = self.pipe.any(self.stop.is_set() or os.getppid() != self.parent)
+                stopped = self.pipe.ranks.any(self.stop.is_set() or os.getppid() != self.parent)
                 ends = stopped or enough or done == options.steps
                 if ends or (options.checkpoint_every and done % options.checkpoint_every == 0):
                     profile = None if ends else self.recutter.profile(self.pipe)

@@ -201,7 +201,7 @@ def check(pipe: Pipeline, update: Update) -> Checked:
         start = time.perf_counter()
         expected = reference.update.first_losses(reference, steps)
         seconds = (time.perf_counter() - start) / steps
-    pipe.meet("the unpipelined steps")
+    pipe.ranks.barrier("the unpipelined steps")
     losses = update.first_losses(pipe, steps)
     difference = 0.0
     state = {name: whole_tensor(value) for name, value in pipe.state_dict().items()}
@@ -214,7 +214,7 @@ def check(pipe: Pipeline, update: Update) -> Checked:
     for name, value in pipe.state_dict().items():
         value.copy_(before[name])
     pipe.schedule.steps = 0
-    difference, seconds = pipe.agree("the result of the check", lambda: (difference, seconds))[0]
+    difference, seconds = pipe.ranks.try_all("the result of the check", lambda: (difference, seconds))[0]
     return Checked(steps, difference, seconds, "stage by stage" if is_random(update.job.model) else "the model itself")
 
 
