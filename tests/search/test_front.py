@@ -88,7 +88,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, [*sizes, "--svg", str(svg), "--html", str(page)])
     assert shown.exit_code == 0
     assert "v-min" in shown.output
-    assert "* on the front" in shown.output
+    assert "* on the Pareto front" in shown.output
     assert ET.parse(svg).getroot().tag.endswith("svg")
     assert "v-min" in page.read_text(encoding="utf-8")
     found = json.loads(CliRunner().invoke(main, [*sizes, "--json"]).output)
