@@ -70,7 +70,7 @@ def processors_busy() -> float:
 def same_steps(pipe: Any, step: Any) -> float:
     """Some steps as predicted from their own costs, over what they took."""
     from penstock.simulate import measured_costs, simulate
-    from penstock.simulate.measured import undisturbed
+    from penstock.simulate.fit_costs import undisturbed
 
     timelines = []
     for _ in range(8):

@@ -27,7 +27,7 @@ from penstock.plan.actions import MICROBATCH_SHIFT, OP, partner_of, parts, text,
 from penstock.run.handlers import HANDLERS
 from penstock.schedules import get_schedule
 from penstock.show import listing, to_html, to_svg, to_table, to_trace
-from penstock.show.data import timeline_data
+from penstock.show.page_data import timeline_data
 from penstock.simulate import Costs, Timeline, simulate
 
 EVERY = pytest.mark.parametrize("op", Op, ids=lambda op: op.name)
@@ -185,7 +185,7 @@ PRETEND = {
         ("\n    @property\n    def row(", "    PRETEND = {number}\n\n    @property\n    def row("),
         ("}  # fmt: skip\n", f"    Op.PRETEND: Row({ROW}),\n}}  # fmt: skip\n"),
     ],
-    "plan/rules.py": [("            case Op.R | ", "            case Op.PRETEND | Op.R | ")],
+    "plan/dependencies.py": [("            case Op.R | ", "            case Op.PRETEND | Op.R | ")],
     "run/handlers.py": [("HANDLERS: Handlers = {\n", 'HANDLERS: Handlers = {\n    Op.PRETEND: _of_run("forward"),\n')],
 }
 

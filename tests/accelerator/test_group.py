@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from penstock.comm import DistributedTransport, accelerator
 from penstock.comm.communicators import Maker, all_at_once
-from penstock.plan.queues import QueueLayout
+from penstock.plan.check_communicators import QueueLayout
 from tests.accelerator.pool import BOUND, Mode, SimPool
 from tests.accelerator.test_device import held, loaded
 from tests.gloo_pool import free_port

@@ -25,7 +25,7 @@ from penstock.plan import Op, unpack
 from penstock.run import Schedule
 from penstock.schedules import all_schedules
 from penstock.simulate import simulate
-from penstock.simulate.memory_levels import BUFFERS, levels
+from penstock.simulate.planned_memory import BUFFERS, levels
 
 WIDTH, ROWS, MICROBATCHES, RANKS = 64, 64, 4, 2
 NEAR = 0.05  # of the peak

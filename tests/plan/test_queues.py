@@ -10,7 +10,7 @@ from penstock.compat._orders import add_send_recv, named, packed
 from penstock.errors import DeadlockError
 from penstock.lower import lower
 from penstock.plan import Plan, check
-from penstock.plan.queues import QueueLayout, check_queues
+from penstock.plan.check_communicators import QueueLayout, check_queues
 from penstock.schedules import get_schedule
 from tests.plans import RECIPES, plans
 

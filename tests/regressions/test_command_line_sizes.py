@@ -23,7 +23,7 @@ from penstock.lower import offload, recompute
 from penstock.plan import Placement, Plan, StageGraph, check, load, loads
 from penstock.plan.actions import MAX_MICROBATCH, forward
 from penstock.schedules import get_schedule
-from penstock.search.whole_numbers import within
+from penstock.search.integer_scale import within
 from penstock.simulate import simulate
 
 SMALL = 10_000_000  # bytes; what was taken before counts in gigabytes

@@ -12,9 +12,9 @@ from penstock.errors import PlanError
 from penstock.plan import Placement, check
 from penstock.schedules import all_schedules
 from penstock.search import search
-from penstock.search.exact import solve
-from penstock.search.floor import floor
-from penstock.search.job import SearchJob
+from penstock.search.cp_sat import solve
+from penstock.search.lower_bound import floor
+from penstock.search.search_problem import SearchJob
 from penstock.simulate import Costs, Link, simulate
 
 UNLIKE = Costs.per_rank(num_stages=3, forward=1.3, backward_input=1.1, backward_weight=0.7, latency=0.2)

@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.plan import Placement, check
 from penstock.schedules import all_schedules
 from penstock.search import front
-from penstock.show.chart import Dot, front_page, front_svg
+from penstock.show.pareto_chart import Dot, front_page, front_svg
 from penstock.simulate import Costs, simulate
 
 COSTS = Costs.per_rank(num_stages=6, stages_per_rank=2, forward=1.2, backward_weight=0.7, latency=0.1)

@@ -14,7 +14,7 @@ from penstock.lower import lower
 from penstock.plan import Op, Placement, check
 from penstock.schedules import Recipe, all_schedules, get_schedule
 from penstock.search import floor, search
-from penstock.search.job import SearchJob
+from penstock.search.search_problem import SearchJob
 from penstock.simulate import Costs, Link, simulate
 
 TIMES = st.lists(st.floats(0.1, 10.0), min_size=24, max_size=24)

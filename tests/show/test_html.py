@@ -11,8 +11,8 @@ import pytest
 from penstock.errors import PlanError
 from penstock.schedules import get_schedule
 from penstock.show import timeline_section, to_html
-from penstock.show.data import timeline_data
 from penstock.show.html import embed_json, script, style
+from penstock.show.page_data import timeline_data
 from penstock.simulate import Timeline, simulate
 from tests.show.conftest import NASTY
 

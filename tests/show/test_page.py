@@ -11,7 +11,7 @@ import pytest
 from penstock.plan import Plan
 from penstock.schedules import get_schedule
 from penstock.show import timeline_section, to_html
-from penstock.show.colours import paint
+from penstock.show.colors import paint
 from penstock.show.html import page as whole_page
 from penstock.simulate import Timeline, simulate
 from tests.show.conftest import NASTY

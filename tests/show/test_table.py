@@ -17,8 +17,8 @@ from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, parts, stage_of
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show import coloured_table, listing, show_table, summary, summary_text, to_table
-from penstock.show.colours import paint, shades
-from penstock.show.slots import cut
+from penstock.show.colors import paint, shades
+from penstock.show.time_grid import cut
 from penstock.simulate import Costs, Timeline, simulate
 
 

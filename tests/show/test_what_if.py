@@ -9,7 +9,7 @@ import pytest
 from penstock.lower import lower
 from penstock.plan import Plan
 from penstock.schedules import get_schedule
-from penstock.show import against
+from penstock.show import predicted_vs_measured
 from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Link, simulate
 from tests.simulate.test_measured import recorded
@@ -90,15 +90,17 @@ def test_what_nobody_named_has_no_other_sizes() -> None:
 
 def test_which_assumption_was_off() -> None:
     planned = replace(simulate(PLAN, EVEN), unit="s")
-    assert "every assumption held" in against.verdict(planned, recorded(planned))
+    assert "every assumption held" in predicted_vs_measured.verdict(planned, recorded(planned))
     slow = recorded(simulate(PLAN, replace(EVEN, forward=(2.0,) * 4)))
-    said = against.verdict(planned, slow)
+    said = predicted_vs_measured.verdict(planned, slow)
     assert "forward took" in said
     assert "more than predicted" in said
-    rows = against.rows(against.kinds(planned, slow), 4)
+    rows = predicted_vs_measured.rows(predicted_vs_measured.kinds(planned, slow), 4)
     assert [row[0] for row in rows[1:]] == ["forward", "backward", "sends and receives", "waiting"]
     assert rows[1][4] == "+100%"
     taken = replace(slow, processor=tuple(busy - 5.0 for busy in slow.busy))
-    assert "that the machine is free: a rank had no processor for 5 s while it" in against.verdict(planned, taken)
+    assert "that the machine is free: a rank had no processor for 5 s while it" in predicted_vs_measured.verdict(
+        planned, taken
+    )
     late = recorded(simulate(PLAN, replace(EVEN, latency=1.0)))
-    assert "how long messages are under way" in against.verdict(planned, late)
+    assert "how long messages are under way" in predicted_vs_measured.verdict(planned, late)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.plan import check
-from penstock.schedules import generalised_interleaved, get_schedule
+from penstock.schedules import generalized_interleaved, get_schedule
 from penstock.simulate import Costs, Timeline, simulate
 
 UNIT = (1.0, 1.0, 1.0)
@@ -197,12 +197,12 @@ GENERALISED_INTERLEAVED = [
 
 
 @pytest.mark.parametrize(("sizes", "memory", "published", "zero_bubble"), GENERALISED_INTERLEAVED)
-def test_generalised_interleaved(
+def test_generalized_interleaved(
     sizes: tuple[int, int, int, int], memory: float, published: float, zero_bubble: float
 ) -> None:
     p, v, m, g = sizes
     for zb, bubble in ((False, published), (True, zero_bubble)):
-        timeline = simulate(generalised_interleaved.recipe(g, zero_bubble=zb)(p, m, stages_per_rank=v))
+        timeline = simulate(generalized_interleaved.recipe(g, zero_bubble=zb)(p, m, stages_per_rank=v))
         assert round(timeline.bubble_makespan, 4) == bubble
         assert peak(timeline) == pytest.approx(memory)
     if m % g == 0:
@@ -215,5 +215,5 @@ def test_any_group_from_half_the_ranks_up(group: int) -> None:
     for num_microbatches in (1, group, 7, 2 * group + 1):
         for zero_bubble in (False, True):
             check(
-                generalised_interleaved.recipe(group, zero_bubble=zero_bubble)(4, num_microbatches, stages_per_rank=3)
+                generalized_interleaved.recipe(group, zero_bubble=zero_bubble)(4, num_microbatches, stages_per_rank=3)
             )

@@ -13,7 +13,7 @@ from penstock.plan.actions import OP
 from penstock.plan.ops import MESSAGES
 from penstock.schedules import get_schedule
 from penstock.simulate import Costs, Link, Timeline, dumps_costs, loads_costs, measured_costs, simulate
-from penstock.simulate.measured import Steps, replayed
+from penstock.simulate.fit_costs import Steps, replayed
 
 FOUR = Costs.per_stage((1.0, 2.0, 3.0, 2.0), (1.5, 2.5, 2.0, 2.0), (0.5, 1.0, 2.0, 1.0))
 

@@ -1,4 +1,4 @@
-"""Where to cut: layer costs and memory in, cut points out. No torch.
+"""Cut points of a model from the costs and memory of its layers. No torch.
 
 >>> from penstock.balance import LayerCost, Profile, balance
 >>> profile = Profile(layers=tuple(LayerCost(f"layers.{i}", forward=1.0, backward_input=1.0) for i in range(6)))
@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
+from penstock.balance.balance_rows import Grouped, attention, group_rows
 from penstock.balance.cuts import Cuts, StageCut
-from penstock.balance.flight import in_flight
-from penstock.balance.profile import LayerCost, Profile
-from penstock.balance.row_groups import Grouped, attention, group_rows
+from penstock.balance.in_flight import in_flight
+from penstock.balance.layer_profile import LayerCost, Profile
 from penstock.balance.solve import balance, leanest, placement_ranks
 
 __all__ = [

@@ -34,7 +34,7 @@ class StageCut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where to cut, as found by `balance`.
+    """Cut points found by `balance`.
 
     >>> from penstock.balance import LayerCost, Profile, balance
     >>> layers = LayerCost("a", forward=3.0), LayerCost("b", forward=1.0), LayerCost("c", forward=2.0)

@@ -14,8 +14,8 @@ from itertools import combinations, pairwise
 from math import comb
 from typing import Literal
 
-from penstock.balance import chain
-from penstock.balance.problem import Problem
+from penstock.balance import solve_chain
+from penstock.balance.integer_problem import Problem
 
 Objective = Literal["stage", "rank"]
 Value = tuple[
@@ -48,10 +48,10 @@ def _beginnings(problem: Problem) -> Iterator[tuple[int, ...]]:
             sums = [sum(weights[stage] for stage in problem.rank_stages[rank]) or 1 for rank in problem.ranks]
             shares.append([limit * weight // total for limit, weight, total in zip(whole, weights, sums, strict=True)])
     for share in shares:
-        window = chain.windows(problem, share, range(problem.num_stages))
-        bound = chain.slowest(problem, window)
+        window = solve_chain.windows(problem, share, range(problem.num_stages))
+        bound = solve_chain.slowest(problem, window)
         if bound is not None:
-            yield chain.settle(problem, bound, window)
+            yield solve_chain.settle(problem, bound, window)
 
 
 def _valuation(problem: Problem, objective: Objective) -> Valuation:

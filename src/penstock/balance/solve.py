@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal
 
-from penstock.balance import chain
+from penstock.balance import solve_chain
 from penstock.balance.cuts import Cuts, StageCut
-from penstock.balance.no_room import average_excess, heaviest, no_room
-from penstock.balance.problem import Problem
-from penstock.balance.profile import Profile
+from penstock.balance.infeasible import average_excess, heaviest, no_room
+from penstock.balance.integer_problem import Problem
+from penstock.balance.layer_profile import Profile
 from penstock.balance.repair import Objective, repaired
 from penstock.checks import check_types
 from penstock.errors import BalanceError
@@ -102,7 +102,7 @@ def balance(
 
 
 def leanest(profile: Profile, placement: Placement, *, optimizer_bytes: float = 2.0) -> tuple[int, ...]:
-    """Where the stages begin in the cut whose fullest rank holds least, to a hundredth, with one microbatch on each stage.
+    """Return the first layers of the stages in the cut with the smallest peak memory of a rank, within 1%.
 
     >>> from penstock.balance import LayerCost, Profile
     >>> profile = Profile(tuple(LayerCost(f"layers.{i}", 1.0, parameter_bytes=size) for i, size in enumerate((1, 1, 1, 9))))
@@ -221,12 +221,12 @@ def _positive(name: str, value: float, *, zero: bool = False) -> Fraction:
 def _solve(problem: Problem, objective: Objective) -> tuple[tuple[int, ...], bool] | None:
     """The cuts, and True if they are proved the best; None if no cut was found that keeps to the limits."""
     single = problem.num_ranks == problem.num_stages
-    window = chain.windows(problem, problem.limits)
-    least = chain.slowest(problem, window)
+    window = solve_chain.windows(problem, problem.limits)
+    least = solve_chain.slowest(problem, window)
     if least is None or average_excess(problem) > 0:
         return None
     if objective == "stage" or single:
-        cuts = chain.settle(problem, least, window)
+        cuts = solve_chain.settle(problem, least, window)
         if single or problem.fits(cuts):
             return cuts, True
     cuts, excess, exact = repaired(problem, objective)

@@ -16,8 +16,8 @@ from torch import fx
 
 from penstock.capture.export import FromConstant, FromState, has_no_data
 from penstock.capture.flat import REGION, SIZE, aten, body_module, is_size
+from penstock.capture.operator_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.place import EVERYWHERE, Placed
-from penstock.capture.stage_graph import OperatorGraph, late, wrap_regions
 from penstock.capture.stage_state import StateNames
 from penstock.capture.wires import Guard, Wire, wire_of
 from penstock.errors import CaptureError

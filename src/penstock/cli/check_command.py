@@ -23,7 +23,7 @@ def command(file: Path, *, limit: int) -> None:
     """
     from penstock.errors import DeadlockError
     from penstock.plan import check, load
-    from penstock.show.numbers import sizes
+    from penstock.show.summary import sizes
 
     plan = load(file, limit=limit, name=file.stem)
     check(plan)

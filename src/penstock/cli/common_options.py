@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from penstock.plan.actions import MAX_MICROBATCH, MAX_STAGE
-from penstock.plan.text import LIMIT
+from penstock.plan.csv_format import LIMIT
 
 if TYPE_CHECKING:
     from penstock.plan import Plan

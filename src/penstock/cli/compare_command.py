@@ -37,7 +37,7 @@ def command(*, ranks: int, microbatches: int, stages_per_rank: int | None, folde
         _compare_measured(folder, (ranks, microbatches), stages_per_rank, as_json=given["as_json"])
         return
     from penstock.schedules import all_schedules
-    from penstock.show.numbers import figures, summary
+    from penstock.show.summary import figures, summary
     from penstock.simulate import simulate
 
     stages_per_rank = stages_per_rank or common_options.stages_in_file(given, ranks)

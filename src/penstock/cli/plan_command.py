@@ -33,7 +33,7 @@ def command(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | 
       penstock plan interleaved1f1b --stages-per-rank 4 --lowered -o plan.csv --html plan.html
     """
     from penstock.plan import dump
-    from penstock.plan.collecting import no_collecting
+    from penstock.plan.disable_gc import no_collecting
     from penstock.schedules import get_schedule
     from penstock.simulate import simulate
 

@@ -80,7 +80,7 @@ def _search(ranks: int, microbatches: int, per_rank: int | None, given: dict[str
 
     from penstock.plan import dump
     from penstock.search import search
-    from penstock.show.numbers import percent, time_text
+    from penstock.show.summary import percent, time_text
 
     with Console(stderr=True).status("searching") as shown:
 
@@ -115,8 +115,8 @@ def _asked(
 def _front(ranks: int, microbatches: int, per_rank: int, given: dict[str, Any]) -> None:
     """Print and draw the Pareto front of memory and makespan."""
     from penstock.search import front
-    from penstock.show.chart import Dot, front_page, front_svg
-    from penstock.show.numbers import memory_text, percent, time_text
+    from penstock.show.pareto_chart import Dot, front_page, front_svg
+    from penstock.show.summary import memory_text, percent, time_text
 
     costs, wishes = _asked(ranks, microbatches, per_rank, given, limits=24)
     found = front(ranks, microbatches, costs, **wishes)

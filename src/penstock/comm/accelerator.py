@@ -34,7 +34,7 @@ from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.health.failure import FailureRecord
-from penstock.plan.queues import QueueLayout
+from penstock.plan.check_communicators import QueueLayout
 
 _TAG = 0  # communicators have none: NCCL's ignore it
 _CARRIED = frozenset(

@@ -25,7 +25,7 @@ from penstock.comm.messages import Messages
 from penstock.errors import RunError
 from penstock.health.failure import NOBODY, FailureRecord
 from penstock.health.position import Whereabouts, table
-from penstock.plan.queues import QueueLayout
+from penstock.plan.check_communicators import QueueLayout
 
 
 class Store(Protocol):

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import DeadlockError, IncompleteError, OrderError, ParseError, PlanError
-from penstock.lower.merge import merge
-from penstock.lower.reduce import reduce_grad
-from penstock.lower.shards import unshard_reshard
+from penstock.lower.merge_backward import merge
+from penstock.lower.reduce_grad_pass import reduce_grad
+from penstock.lower.unshard_pass import unshard_reshard
 from penstock.plan import Action, AnyAction, Overlap, Placement, Plan, Rules, StageGraph, check, pack, parse, unpack
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, parts, peer_of, stage_of, text, with_op
 from penstock.plan.ops import INPUT_GRADIENTS, RECEIVES, ROWS, SENDS, Op

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.balance.cuts import aligned, size_text
 from penstock.front.choice import Built, Choice
 from penstock.plan import Op
-from penstock.show.numbers import percent, time_text
+from penstock.show.summary import percent, time_text
 
 _SHOWN = 6  # candidates in the list
 

@@ -29,7 +29,7 @@ from penstock.plan.actions import text
 from penstock.run.compiled_costs import kept_by_graphs, with_kept
 from penstock.run.schedule import Schedule
 from penstock.simulate import simulate
-from penstock.simulate.memory_levels import levels
+from penstock.simulate.planned_memory import levels
 from penstock.stage.dtensors import to_local
 
 _COUNTED = 2  # steps of each shape of batch that are counted on the host: one cold, one warm

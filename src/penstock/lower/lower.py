@@ -8,13 +8,13 @@ from functools import lru_cache
 
 from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.lower.merge import free_stages, merge, merge_backward
+from penstock.lower.global_message_order import add_messages_in_one_order
+from penstock.lower.merge_backward import free_stages, merge, merge_backward
 from penstock.lower.message_pass import Early, InTurn, MessageLowering, ReceivePolicy
-from penstock.lower.one_order import add_messages_in_one_order
-from penstock.lower.reduce import reduce_grad
-from penstock.lower.shards import unshard_reshard
+from penstock.lower.reduce_grad_pass import reduce_grad
+from penstock.lower.unshard_pass import unshard_reshard
 from penstock.plan import Plan, Rules
-from penstock.plan.queues import QueueLayout
+from penstock.plan.check_communicators import QueueLayout
 
 
 def lower(
@@ -31,8 +31,8 @@ def lower(
         lower(get_schedule("1f1b")(2, 4), shards=True, reduce=True)
 
     `shards` is for stages whose parameters are sharded (FSDP2), `reduce` for stages with data-parallel replicas. `queues`
-    says which messages share a queue of the transport (`penstock.plan.queues`); `receives` is a choice only where each
-    direction has its own, and `InTurn` says the same.
+    selects which messages share a queue of the transport (`penstock.plan.check_communicators`); `receives` is a choice only if
+    each direction has its own queue, and `InTurn` means the same.
     """
     check_types("lower", PlanError, plan=(plan, Plan), receives=(receives, ReceivePolicy), queues=(queues, str))
     check_types("lower", PlanError, shards=(shards, bool | int), reduce=(reduce, bool | int))
@@ -47,7 +47,7 @@ def lower(
 
 @dataclass(frozen=True)
 class Care:
-    """What the parameters of stages need beside the computing: see `lower`.
+    """Data-parallel actions that lowering inserts: UNSHARD and RESHARD of sharded parameters, REDUCE_GRAD.
 
     Care(shards=True, reduce=True)
     """
@@ -64,7 +64,7 @@ class Care:
 
 
 def lower_shares(plan: Plan, *, receives: ReceivePolicy = Early(), care: Care = Care()) -> Plan:
-    """What `lower` gives; each rank's list is lowered when it is first asked for, from its own and its neighbours' actions.
+    """Lower a plan lazily: the list of a rank is lowered on first access, from the actions of the rank and its neighbors.
 
     >>> from penstock.schedules import get_schedule
     >>> len(lower_shares(get_schedule("1f1b")(1024, 8)).codes[500])

@@ -10,7 +10,7 @@ Where its receive is posted is a policy:
               posted everything that stands before our send j in our list.
 `Ahead(k)`    k messages ahead of use, per sender, but no earlier than `Early`: bounds the buffers.
 `JustInTime`  right before use.
-`InTurn`      sends and receives in one order of all messages, where they share queues (`lower/one_order.py`).
+`InTurn`      sends and receives in one order of all messages, where they share queues (`lower/global_message_order.py`).
 
 Receives from one rank are posted in the order in which that rank sends: messages between two ranks are delivered in
 order, so a receive that is wanted early pulls those before it forward.
@@ -30,9 +30,9 @@ from typing import Literal, NamedTuple
 from penstock.checks import check_types
 from penstock.errors import IncompleteError, PlanError
 from penstock.plan import Plan, Rules
+from penstock.plan.action_positions import ABSENT, column, either, flatten, places
 from penstock.plan.actions import KEY, key_of, partner_of, peer_of, stage_of, text
 from penstock.plan.ops import Op
-from penstock.plan.places import ABSENT, column, either, flatten, places
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class JustInTime:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Send and receive in one order of all messages, for ranks whose messages share queues: see `lower/one_order.py`.
+    """Send and receive in one order of all messages, for ranks whose messages share queues: see `lower/global_message_order.py`.
 
         Schedule1F1B(stage, 8, loss_fn, receives=InTurn("one"))
 
@@ -133,7 +133,7 @@ class MessageLowering:
         return [lowered[n] for n in sorted(range(len(lowered)), key=at.__getitem__)]
 
     def posts(self, traffic: _Traffic, sender: int, theirs: _Channel) -> list[int]:
-        """Where to post the receives of a channel: as the policy says, never after the use, in the order of sending."""
+        """Return the slots of the receives of a channel: by the policy, in the order of sending, never after their use."""
         uses = [4 * slot for slot in theirs.along(traffic.uses)]
         match self.policy:
             case Early():
@@ -165,7 +165,7 @@ class _Channel(NamedTuple):
     messages: list[int]  # the packed receives
 
     def along(self, columns: Mapping[int, Sequence[int]]) -> list[int]:
-        """What the columns hold for each message."""
+        """Return the entries of the columns for each message."""
         every = [*chain.from_iterable(columns[key] for key in self.keys)]
         return [every[n] for n in self.order]
 

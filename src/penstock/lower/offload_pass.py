@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.lower.chosen import Life, Stages, Wanted, inserted, lives, wanted
+from penstock.lower.stage_selection import Life, Stages, Wanted, inserted, lives, wanted
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, stage_of, with_op
 from penstock.plan.ops import BESIDE, COMPUTES
@@ -95,7 +95,7 @@ def _too_much(moves: list[_Move], costs: Costs) -> _Move | None:
 
 
 def _copy(op: Op, life: Life, costs: Costs) -> float:
-    """How long a copy occupies the engine."""
+    """Return the time for which a copy occupies the copy engine."""
     return costs.time(op, stage_of(life.code)) * costs.scale(microbatch_of(life.code))
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from penstock.checks import check_types
 from penstock.errors import PlanError
-from penstock.lower.chosen import Stages, Wanted, inserted, lives, one_a_rank, wanted
+from penstock.lower.stage_selection import Stages, Wanted, inserted, lives, one_a_rank, wanted
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, with_op
 from penstock.plan.ops import BESIDE

@@ -1,15 +1,15 @@
-"""What each rank does, in which order: actions, placement, stage graph, rules, plans, their check and their text."""
+"""Plans: the actions of each rank in order, placement, stage graph, dependencies, the check, and the CSV format."""
 
 from __future__ import annotations
 
 from penstock.plan.actions import Action, AnyAction, Overlap, pack, parse, unpack
 from penstock.plan.check import check
-from penstock.plan.graph import StageGraph
+from penstock.plan.csv_format import dump, dumps, load, loads
+from penstock.plan.dependencies import Rules
 from penstock.plan.ops import Op
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
-from penstock.plan.rules import Rules
-from penstock.plan.text import dump, dumps, load, loads
+from penstock.plan.stage_graph import StageGraph
 
 __all__ = [
     "Action",

@@ -209,7 +209,7 @@ def below(num_microbatches: int, codes: Iterable[int]) -> list[int]:
 
 
 def is_pair(kinds: Collection[int]) -> bool:
-    """Whether ops may overlap: a forward and a backward, of the inputs at least."""
+    """Return True if these ops may overlap: a forward and a backward that computes input gradients."""
     return Op.F in kinds and not INPUT_GRADIENTS.isdisjoint(kinds)
 
 

@@ -9,7 +9,7 @@ the plan cannot deadlock, because ranks meet only through messages and each list
 
 A rank that posts a send goes on, as the runtime does. ``sends="blocking"`` proves more: that the plan runs even if a
 rank stays in each send until its receive is posted at the other end. ``queues`` says which messages share a queue, and
-thereby wait for one another; see `penstock.plan.queues`.
+thereby wait for one another; see `penstock.plan.check_communicators`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Literal
 from penstock.checks import check_types
 from penstock.errors import DeadlockError, PlanError
 from penstock.plan.actions import OP, key_of, partner_of, stage_of, text
-from penstock.plan.ledger import Columns, read
+from penstock.plan.check_communicators import QueueLayout, check_queues, stopped
+from penstock.plan.check_rank import Columns, read
 from penstock.plan.ops import RECEIVES, SENDS, Op
 from penstock.plan.plan import Plan
-from penstock.plan.queues import QueueLayout, check_queues, stopped
 
 _Wait = tuple[int, int, int]  # position, source, needed: a rank stands there until the source got beyond `needed`
 
@@ -77,7 +77,7 @@ def _execute(plan: Plan, columns: Columns, *, blocking: bool) -> None:
 
 
 def _waits(plan: Plan, columns: Columns, rank: int, *, blocking: bool) -> Iterator[Iterator[_Wait]]:
-    """What this rank waits for from other ranks: in a lowered plan, the sends of the messages that it needs."""
+    """Return the waits of a rank for other ranks: in a lowered plan, for the sends of the messages that its actions need."""
     rank_of = plan.placement.rank_of
     for key in (key_of(op, stage) for stage in plan.placement.stages_of(rank) for op in (Op.F, Op.I)):
         for need in plan.rules.needs(key) if key in columns else ():

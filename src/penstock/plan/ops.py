@@ -7,7 +7,7 @@
 
 Checking, lowering, simulating, drawing, parsing and running ask here, and never compare the numbers of ops: about one
 op its row, and in loops over packed actions the sets of numbers below, `code & OP in SENDS`. Two facts are elsewhere:
-what an action needs is stated in `penstock.plan.rules`, what it does is a handler in `penstock.run.handlers`.
+what an action needs is stated in `penstock.plan.dependencies`, what it does is a handler in `penstock.run.handlers`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Op(IntEnum):
 
 
 class OpKind(Enum):
-    """What an action works on, and what it occupies meanwhile."""
+    """Kind of an op: the data that it works on, and the resource that it occupies."""
 
     COMPUTE = "compute"  # a stage and a microbatch; occupies its rank
     MESSAGE = "message"  # a microbatch's value between two stages; occupies the way between their ranks
@@ -70,7 +70,7 @@ class OpKind(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What is particular to one op. Names of costs and sizes are those of fields of `penstock.simulate.Costs`."""
+    """Properties of one op. Names of costs and sizes are those of fields of `penstock.simulate.Costs`."""
 
     kind: OpKind
     word: str  # for people

@@ -9,18 +9,18 @@ from functools import cached_property
 from penstock.checks import check_types, entry
 from penstock.errors import PlanError
 from penstock.plan.actions import KEY, OP, AnyAction, below, parts, text, unpack
-from penstock.plan.graph import StageGraph
-from penstock.plan.lists import Lists
+from penstock.plan.dependencies import Rules
+from penstock.plan.lazy_actions import Lists
 from penstock.plan.ops import CHOICES, COMPUTES, MESSAGES, OVERLAP, TRAINING, Op
 from penstock.plan.placement import Placement
-from penstock.plan.rules import Rules
+from penstock.plan.stage_graph import StageGraph
 
 _BACKWARDS = COMPUTES & TRAINING | {OVERLAP}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the lists of a plan follow from: a schedule of penstock's own, its sizes, and what was done to it."""
+    """Origin of the lists of a plan: a registered schedule, its sizes, and the passes that were applied."""
 
     name: str
     is_lowered: bool = False
@@ -28,7 +28,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does, in which order.
+    """Ordered actions of every rank.
 
     >>> plan = Plan.of({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]})
     >>> plan.num_ranks, plan.num_stages, plan.num_microbatches
@@ -76,7 +76,7 @@ class Plan:
         What is not given is read off the actions: a stage sits where it computes, the graph is a chain, the number of
         microbatches is the highest plus one.
         """
-        from penstock.plan.text import Reader  # the reading side knows how to complain with rank and position
+        from penstock.plan.csv_format import Reader  # the reading side knows how to complain with rank and position
 
         check_types("Plan.of", PlanError, placement=(placement, Placement | None), graph=(graph, StageGraph | None))
         check_types("Plan.of", PlanError, num_microbatches=(num_microbatches, int | None), name=(name, str))
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def is_share(self) -> bool:
-        """Whether the plan is one of a family (a named schedule of penstock's own, on a chain of stages, as it is or lowered).
+        """True if the plan belongs to a family: a registered schedule on a chain of stages, lowered or not.
 
         What is known of the family holds for the plan: it is right, and the first and the last rank have every op that
         any rank has. So a rank that asks for its own list alone pays for that alone. `family` says which one it is.
@@ -124,13 +124,13 @@ class Plan:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether the plan holds its messages; a compute-only plan does not."""
+        """True if the plan contains its messages; a compute-only plan does not."""
         if self.family is not None:  # no list has to be made to find out
             return self.family.is_lowered and self.num_ranks > 1
         return not self._ops.isdisjoint(MESSAGES)
 
     def has(self, op: Op) -> bool:
-        """Whether some rank has an action of this kind, not counting those in overlapped pairs."""
+        """Return True if any rank has an action with this op, not counting those in overlapped pairs."""
         check_types("Plan.has", PlanError, op=(op, int))
         return op in self._ops
 

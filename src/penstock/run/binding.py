@@ -11,7 +11,7 @@ from penstock.lower import Ahead, Early, InTurn, ReceivePolicy, add_reduce_grad,
 from penstock.lower.lower import Care, lower_shares
 from penstock.parallel import DataParallel, adapt, unwrap
 from penstock.plan import Op, Plan, check
-from penstock.plan.collecting import no_collecting
+from penstock.plan.disable_gc import no_collecting
 from penstock.run.handlers import HANDLERS
 from penstock.run.program import Program
 from penstock.run.setting import Binding, Setting

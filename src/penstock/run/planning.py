@@ -16,7 +16,7 @@ from penstock.errors import PlanError, RunError, StageError
 from penstock.lower import lower
 from penstock.lower import offload as offload_pass
 from penstock.lower import recompute as recompute_pass
-from penstock.lower.chosen import Stages
+from penstock.lower.stage_selection import Stages
 from penstock.plan import Plan, StageGraph, dumps, loads
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of
 from penstock.plan.ops import WEIGHT_GRADIENTS

@@ -7,7 +7,7 @@ from functools import partial
 from penstock.schedules import (
     dualpipev,
     forward_only,
-    generalised_interleaved,
+    generalized_interleaved,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -42,13 +42,13 @@ for _recipe in (
     _several(
         "gis",
         "generalised interleaved, smallest groups",
-        generalised_interleaved.rank_actions,
+        generalized_interleaved.rank_actions,
         aliases=("GeneralisedInterleaved", "GeneralizedInterleaved"),
     ),
     _several(
         "zb-gis",
         "generalised interleaved, smallest groups, zero bubble",
-        generalised_interleaved.zero_bubble_actions,
+        generalized_interleaved.zero_bubble_actions,
     ),
 ):
     register(_recipe)

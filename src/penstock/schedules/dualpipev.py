@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from penstock.plan.action_positions import STEP
 from penstock.plan.actions import backward, backward_input, backward_weight, below, forward, overlap
-from penstock.plan.places import STEP
+from penstock.schedules.interleave_runs import alternate, run, weave
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import alternate, run, weave
 
 PAIR_STEP: Final = overlap(STEP, STEP) - overlap(0, 0)  # from a packed pair to that of the next microbatches
 

@@ -9,7 +9,7 @@ Two ranks, two stages each, four microbatches::
 from __future__ import annotations
 
 from penstock.plan.actions import forward
-from penstock.schedules.interleaved import rounds, track
+from penstock.schedules.loop_common import rounds, track
 from penstock.schedules.registry import Sizes
 
 

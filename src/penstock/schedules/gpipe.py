@@ -12,8 +12,8 @@ A rank holds the activations of all microbatches.
 from __future__ import annotations
 
 from penstock.plan.actions import backward, forward
+from penstock.schedules.interleave_runs import run
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import run
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:

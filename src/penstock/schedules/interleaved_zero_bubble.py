@@ -6,12 +6,12 @@ Two ranks, two stages each, four microbatches::
     rank 1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
 
 Half as many forwards ahead as in interleaved 1F1B, since the input backward alone is on the way back; rank r leaves r
-weight backwards for later, so the ranks end together. Rounds: see `penstock.schedules.interleaved`.
+weight backwards for later, so the ranks end together. Rounds: see `penstock.schedules.loop_common`.
 """
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import in_turn
+from penstock.schedules.loop_common import in_turn
 from penstock.schedules.registry import Sizes
 
 

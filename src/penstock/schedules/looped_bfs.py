@@ -14,8 +14,8 @@ from __future__ import annotations
 from itertools import chain
 
 from penstock.plan.actions import backward, forward
+from penstock.schedules.interleave_runs import run
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import run
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:

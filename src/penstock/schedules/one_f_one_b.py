@@ -11,7 +11,7 @@ A rank holds the activations of at most `num_ranks - rank` microbatches, however
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import in_turn
+from penstock.schedules.loop_common import in_turn
 from penstock.schedules.registry import Sizes
 
 

@@ -16,13 +16,13 @@ from penstock.checks import check_types
 from penstock.errors import PlanError, UnknownNameError
 from penstock.plan import Placement, Plan, StageGraph
 from penstock.plan.actions import MAX_MICROBATCH, MAX_STAGE
-from penstock.plan.lists import Lists
+from penstock.plan.lazy_actions import Lists
 from penstock.plan.plan import Family
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a schedule is made for. Stages count over all ranks.
+    """Sizes of a schedule. Stages are counted over all ranks.
 
     Sizes(num_ranks=4, num_microbatches=8, stages_per_rank=2).num_stages  # 8
     """

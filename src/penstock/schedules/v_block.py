@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.plan.actions import backward_input, backward_weight, forward
+from penstock.schedules.interleave_runs import repeat
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import repeat
 
 INTERVAL = 6  # F, I and W of two stages
 

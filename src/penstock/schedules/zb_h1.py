@@ -11,7 +11,7 @@ Rank r leaves r weight backwards for later, when it would wait. The peak is `num
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import in_turn
+from penstock.schedules.loop_common import in_turn
 from penstock.schedules.registry import Sizes
 
 

@@ -12,7 +12,7 @@ fill the drain. The peak is `2 * num_ranks - 1` microbatches. With fewer microba
 
 from __future__ import annotations
 
-from penstock.schedules.interleaved import in_turn
+from penstock.schedules.loop_common import in_turn
 from penstock.schedules.registry import Sizes
 
 

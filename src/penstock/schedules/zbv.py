@@ -15,10 +15,10 @@ warm-up filled with forwards and the drain with weight work.
 
 from __future__ import annotations
 
+from penstock.plan.action_positions import STEP
 from penstock.plan.actions import backward_input, backward_weight, below, forward
-from penstock.plan.places import STEP
+from penstock.schedules.interleave_runs import run, weave
 from penstock.schedules.registry import Sizes
-from penstock.schedules.weave import run, weave
 
 
 def rank_actions(sizes: Sizes, rank: int) -> list[int]:

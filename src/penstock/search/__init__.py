@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.search.floor import floor
-from penstock.search.front import Front, Point, front
-from penstock.search.lane import Searched
+from penstock.search.local_search import Searched
+from penstock.search.lower_bound import floor
+from penstock.search.pareto import Front, Point, front
 from penstock.search.search import search
 
 __all__ = ["Front", "Point", "Searched", "floor", "front", "search"]

@@ -11,8 +11,8 @@ from typing import Literal
 from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.plan import Placement, StageGraph, check
-from penstock.search.job import SearchJob
-from penstock.search.lane import Lane, Searched
+from penstock.search.local_search import Lane, Searched
+from penstock.search.search_problem import SearchJob
 from penstock.simulate import Costs
 
 

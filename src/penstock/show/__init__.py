@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.show.chrome_trace import dump_trace, to_trace
 from penstock.show.html import Section, timeline_section, to_html
-from penstock.show.numbers import summary, summary_text
+from penstock.show.summary import summary, summary_text
 from penstock.show.svg import to_svg
 from penstock.show.table import coloured_table, listing, show_table, to_table
-from penstock.show.trace import dump_trace, to_trace
 
 __all__ = [
     "Section",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from penstock.schedules import Recipe, all_schedules
-from penstock.show.numbers import figures, idle_sums, memory_text, number, sizes
+from penstock.show.summary import figures, idle_sums, memory_text, number, sizes
 from penstock.show.svg import to_svg
 from penstock.simulate import Timeline, simulate
 

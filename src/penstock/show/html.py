@@ -19,9 +19,9 @@ from typing import NamedTuple
 from penstock.checks import check_types
 from penstock.errors import PlanError
 from penstock.plan import Plan
-from penstock.show.colours import paint
-from penstock.show.data import timeline_data
-from penstock.show.numbers import figures, holds, idle_sums, memory_text, percent, sizes, time_text
+from penstock.show.colors import paint
+from penstock.show.page_data import timeline_data
+from penstock.show.summary import figures, holds, idle_sums, memory_text, percent, sizes, time_text
 from penstock.show.svg import ops_of
 from penstock.simulate import Timeline, simulate
 
@@ -125,7 +125,7 @@ def _beside(name: str) -> str:
 
 
 def _bar(timelines: Sequence[Timeline]) -> str:
-    """What the colours mean, and the tools."""
+    """Return the legend of colors, and the toolbar."""
     used = {op for timeline in timelines for op in ops_of(timeline.plan)}
     colours = "".join(
         f'<span><i style="background:{paint(op).fill}"></i>{op.name} {op.row.word}</span>' for op in sorted(used)
@@ -160,7 +160,7 @@ def _block(name: str, timeline: Timeline) -> str:
 
 
 def _side(timeline: Timeline) -> str:
-    """How the ranks together spent the makespan; then how each did, and its peak memory."""
+    """Return the use of the makespan by all ranks together, then by each rank, with its peak memory."""
     whole, peaks = timeline.makespan or 1.0, timeline.peak_memory
     rows = ""
     for rank, busy in enumerate(timeline.busy):

@@ -12,9 +12,9 @@ from penstock.errors import PlanError
 from penstock.plan import Action, Op, Plan
 from penstock.plan.actions import OP, parts, unpack
 from penstock.plan.ops import MESSAGES
-from penstock.show.colours import paint, shades
-from penstock.show.numbers import figures, sizes, time_text
-from penstock.show.picture_rows import Bar, Picture
+from penstock.show.colors import paint, shades
+from penstock.show.summary import figures, sizes, time_text
+from penstock.show.timeline_rows import Bar, Picture
 from penstock.simulate import Timeline, simulate
 
 STYLE: Final = """

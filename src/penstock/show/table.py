@@ -12,9 +12,9 @@ from penstock.errors import PlanError
 from penstock.plan import Op, Plan
 from penstock.plan.actions import OP, microbatch_of, parts, stage_of, text
 from penstock.plan.ops import OVERLAP
-from penstock.show.colours import Paint, paint, shades
-from penstock.show.numbers import time_text
-from penstock.show.slots import Cell, Grid, cut
+from penstock.show.colors import Paint, paint, shades
+from penstock.show.summary import time_text
+from penstock.show.time_grid import Cell, Grid, cut
 from penstock.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _plain(lines: Iterable[list[Piece]]) -> str:
 
 
 class _Layout:
-    """Where everything of one table goes."""
+    """Layout of one table."""
 
     def __init__(self, timeline: Timeline, *, coloured: bool, marks: tuple[str, str, str]) -> None:
         self.timeline, self.coloured = timeline, coloured

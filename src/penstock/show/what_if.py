@@ -1,4 +1,4 @@
-"""What a measured step would take if something about it were different: replayed in the simulator with parts replaced.
+"""Predicted effects of improvements: a measured step, replayed in the simulator with some costs replaced.
 
 print(explained(WhatIf.of([recording.timeline], choice.costs)))
 """
@@ -17,7 +17,7 @@ from penstock.plan import Plan
 from penstock.plan.ops import Op
 from penstock.schedules import get_schedule
 from penstock.schedules.registry import known_plans
-from penstock.show.numbers import percent, sizes, time_text
+from penstock.show.summary import percent, sizes, time_text
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
 
 _SLOWER = 1.1  # so many times what its peers take is slow
@@ -57,21 +57,21 @@ class WhatIf:
 
     @cached_property
     def step(self) -> float:
-        """What the simulator makes of the measured costs."""
+        """Step time that the simulator predicts from the measured costs."""
         return self._time(self.costs)
 
     def _time(self, costs: Costs) -> float:
         return simulate(self.plan, costs).makespan
 
     def mended(self) -> list[Mended]:
-        """What costs time, the most first."""
+        """Possible improvements, the largest first."""
         steps = [(what, self._time(costs)) for what, costs in self._changes()]
         found = [*(Mended(what, step, self.step - step) for what, step in steps), self._waiting()]
         worth = [one for one in found if one.saved > _WORTH * self.step]
         return sorted(worth, key=lambda one: -one.saved)
 
     def _changes(self) -> Iterator[tuple[str, Costs]]:
-        """What costs time, and the costs if it were mended."""
+        """Yield possible improvements, each with the improved costs."""
         # Ranks whose stages all take longer than was expected of them, by more than those of others.
         work, expected = _work(self.costs), _work(self.expected)
         share = [taken / (wanted or 1.0) for taken, wanted in zip(work, expected, strict=True)]

@@ -122,7 +122,7 @@ class Costs:
         return len(self.forward)
 
     def columns(self) -> dict[str, tuple[float, ...]]:
-        """What is known stage by stage, by name."""
+        """Return the per-stage costs by name."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_PER_STAGE}
         return {name: value for name, value in known.items() if isinstance(value, tuple)}
 
@@ -139,7 +139,7 @@ class Costs:
             raise
 
     def transfer(self, link: Link, stage: int) -> float:
-        """How long what a stage sends (or its gradient) occupies a link, for a microbatch of size 1."""
+        """Return the time for which the output of a stage (or its gradient) occupies a link, for a microbatch of size 1."""
         try:
             return (
                 self.output_bytes[stage] / link.bandwidth if link.bandwidth is not None and self.output_bytes else 0.0
@@ -162,7 +162,7 @@ class Costs:
                 raise PlanError(f"costs: {link} on {num_ranks} ranks; expected ranks from 0 to {num_ranks - 1}")
 
     def time(self, op: Op, stage: int) -> float:
-        """How long an action of this kind takes on this stage, without the overhead of a compute action."""
+        """Return the time of an op on a stage, without the overhead of a compute action."""
         try:
             return self._time(op, stage)
         except Exception:
@@ -178,7 +178,7 @@ class Costs:
         return float(cost[stage] if isinstance(cost, tuple) else cost)
 
     def scale(self, microbatch: int) -> float:
-        """How many times the times and bytes of a microbatch are those of size 1."""
+        """Return the factor for the times and bytes of a microbatch."""
         return self.microbatches[microbatch] if self.microbatches else 1.0
 
     def sizes(self, what: str | None) -> tuple[float, ...] | None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from penstock.checks import check_types
 from penstock.errors import DeadlockError, PlanError
 from penstock.plan import Plan
+from penstock.plan.action_positions import is_sparse
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, partner_of, split_overlap, stage_of, text
 from penstock.plan.actions import MICROBATCH_SHIFT as SHIFT
 from penstock.plan.ops import CHOICES, COMPUTES, COPIES, MESSAGES, OVERLAP, SENDS, Op
-from penstock.plan.places import is_sparse
 from penstock.simulate.costs import Costs
 from penstock.simulate.timeline import Timeline
 
@@ -128,7 +128,7 @@ class _Run:
         return found
 
     def way(self, stage: int, other: int) -> list[float]:
-        """How long a value takes from stage to stage where no message is in the plan."""
+        """Return the time of a transfer between two stages in a plan without messages."""
         here, there = self.plan.placement.rank_of(stage), self.plan.placement.rank_of(other)
         if here == there:
             return self.at_once

@@ -14,7 +14,7 @@ from penstock.plan import Plan
 from penstock.plan.actions import KEY, MICROBATCH_FIELD, OP, AnyAction, partner_of, parts, unpack, with_op
 from penstock.plan.ops import BESIDE, COMPUTES, RECEIVES, ROWS, SENDS
 from penstock.simulate.costs import Costs
-from penstock.simulate.memory_levels import changes
+from penstock.simulate.planned_memory import changes
 
 Curve = Sequence[tuple[float, float]]  # (time, what is held from then on)
 
@@ -96,7 +96,7 @@ class Timeline:
         return ((rank, *timed) for rank in range(self.plan.num_ranks) for timed in self.timed(rank))
 
     def occupying(self, rank: int) -> Iterator[tuple[int, float, float]]:
-        """What occupies a rank: no message or copy, nothing that takes no time."""
+        """Yield the actions that occupy a rank: no messages, no copies, and none of zero length."""
         for code, start, end in self.timed(rank):
             if code & OP in COMPUTES or (end > start and code & OP not in BESIDE):
                 yield code, start, end
@@ -206,7 +206,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
-        """What each rank holds for microbatches in flight, over time: recorded, or by the costs."""
+        """Activation memory of each rank over time: recorded, or computed from the costs."""
         if self.recorded_memory is not None:
             return self.recorded_memory
         return tuple(self._curve(rank, self.costs) for rank in range(self.plan.num_ranks)) if self.costs else ()

@@ -14,7 +14,7 @@ from penstock.lower import lower
 from penstock.plan import Plan, check, dumps
 from penstock.schedules import all_schedules, get_schedule
 from penstock.show.html import timeline_section
-from penstock.show.numbers import figures
+from penstock.show.summary import figures
 from penstock.show.svg import to_svg
 from penstock.simulate import Costs, Link, Timeline, simulate
 

@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.saving import DISK
 from penstock.nest import Value
-from penstock.show.numbers import time_text
+from penstock.show.summary import time_text
 from penstock.train import run_report
 from penstock.train.events import EventLog, Noted
 from penstock.train.gpt import generate

@@ -12,9 +12,9 @@ from penstock.balance.cuts import size_text
 from penstock.front import Choice
 from penstock.front.choice_text import rank_rows, stage_rows
 from penstock.nest import Value
-from penstock.show import against
+from penstock.show import predicted_vs_measured
 from penstock.show.html import page, timeline_section
-from penstock.show.numbers import CAUSES, percent, sizes, time_text
+from penstock.show.summary import CAUSES, percent, sizes, time_text
 from penstock.show.svg import nice_step
 from penstock.simulate import Timeline
 
@@ -68,10 +68,10 @@ def render(data: dict[str, Value], choice: Choice, words: str, *, planned: Timel
     losses = _legend(feeds="training", needs="validation" if data["validation"] else "")
     speed = _card("Loss", loss_curve(data["losses"], data["validation"]), losses)
     speed += _card("Speed", _table(_speed_rows(data, planned if timed else None, measured)), _checked(data))
-    kinds = _table(against.rows(against.kinds(planned, measured), measured.plan.num_ranks))
+    kinds = _table(predicted_vs_measured.rows(predicted_vs_measured.kinds(planned, measured), measured.plan.num_ranks))
     tables = _card("Planned", f"<p>{NOT_MEASURED}</p>")
     if timed:
-        tables = _card("Predicted and measured", kinds, against.verdict(planned, measured))
+        tables = _card("Predicted and measured", kinds, predicted_vs_measured.verdict(planned, measured))
     column = ["activations, measured", *map(size_text, data["memory"])]
     held = [[*row[:3], cell, *row[3:]] for row, cell in zip(rank_rows(choice), column, strict=True)]
     tables += _card("Idle time by cause", _table(_idle_rows(planned, measured), words=(1,)), "share of the makespan")
@@ -122,7 +122,7 @@ def memory_curve(planned: Sequence[float], measured: Sequence[float]) -> str:
 
 def _figures(data: dict[str, Value], planned: Timeline, measured: Timeline) -> str:
     losses = [loss for _, loss in _numbers(enumerate(data["losses"]))]
-    steps = f"{time_text(against.step_time(planned), 's')} / {time_text(measured.makespan, 's')}"
+    steps = f"{time_text(predicted_vs_measured.step_time(planned), 's')} / {time_text(measured.makespan, 's')}"
     figures = {
         "steps": str(len(data["losses"])),
         "loss, first to last": f"{losses[0]:.3f} → {losses[-1]:.3f}" if losses else "-",
@@ -175,7 +175,7 @@ def _speed_rows(data: dict[str, Value], planned: Timeline | None, measured: Time
 
     made = [["", "a step takes", f"{data['unit']} a second"]]
     if planned is not None:
-        made.append(row("predicted, without the optimizer", against.step_time(planned)))
+        made.append(row("predicted, without the optimizer", predicted_vs_measured.step_time(planned)))
     made.append(row("measured, without the optimizer", measured.makespan))
     if data["seconds"]:
         made.append(row("measured, training (median)", statistics.median(data["seconds"])))

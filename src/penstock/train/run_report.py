@@ -18,7 +18,7 @@ from penstock.front import Choice, Pipeline
 from penstock.front.memory_view import Memory, RankMemory
 from penstock.nest import Value
 from penstock.plan import Placement, StageGraph, dumps, loads
-from penstock.show import against
+from penstock.show import predicted_vs_measured
 from penstock.show.what_if import WhatIf, explained
 from penstock.simulate import Costs, Timeline, measured_costs, simulate
 from penstock.train.history import History
@@ -112,7 +112,7 @@ def explain(folder: str | Path) -> str:
     with _figures_of(folder) as (_, choice, measured):
         compared = NOT_MEASURED
         if choice.is_timed:
-            compared = against.verdict(replace(simulate(measured.plan, choice.costs), unit="s"), measured)
+            compared = predicted_vs_measured.verdict(replace(simulate(measured.plan, choice.costs), unit="s"), measured)
         return f"{_explained(choice, measured)}\n{compared}\n"
 
 

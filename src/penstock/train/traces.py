@@ -25,7 +25,7 @@ import torch
 from penstock.errors import PenstockError
 from penstock.front import Pipeline
 from penstock.front.spread import receive_from, send_to
-from penstock.show.trace import Event, to_trace
+from penstock.show.chrome_trace import Event, to_trace
 from penstock.simulate import simulate
 
 _ANCHOR: Final = "penstock:anchor"  # ranges whose times are known on both clocks

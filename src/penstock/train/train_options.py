@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.checks import fits
 from penstock.errors import PenstockError, PlanError, SplitError
-from penstock.plan.reading import read_text
+from penstock.plan.file_io import read_text
 from penstock.schedules import get_schedule
 
 OPTIONS = "options.json"  # in the output folder
