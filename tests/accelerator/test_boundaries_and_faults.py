@@ -323,13 +323,13 @@ KERNEL = 0.004  # seconds
 def machine(device: torch.device) -> dict[str, float | None]:
     """What is found out before a schedule is chosen, where every kernel takes its time and the host takes hardly any."""
     from penstock.capture import LayerSetting, pipeline, profile_layers
-    from penstock.front.ends import Ends
     from penstock.front.machine import measure_machine
+    from penstock.front.mesh import PipelineMesh
     from tests.accelerator.device import load
 
     load().set_kernel_time(KERNEL)
     try:
-        ends = Ends.of(None, None, device)
+        ends = PipelineMesh.of(None, None, device)
         found = measure_machine(ends)
         x = batch(1)[0].to(device).requires_grad_()
         setting = LayerSetting((x,), {}, device)

@@ -16,8 +16,8 @@ from penstock.front import Choice, choose
 from penstock.front.candidates import Wishes
 from penstock.front.choice import Built, Machine
 from penstock.front.choice_text import explanation, tried_rows
-from penstock.front.ends import Ends
 from penstock.front.machine import measure_machine
+from penstock.front.mesh import PipelineMesh
 from penstock.front.model_profile import without_calls
 from penstock.front.pipeline_options import FIRST, GROUPS
 from penstock.plan import Placement
@@ -123,7 +123,7 @@ def test_a_choice_survives_its_text() -> None:
 def test_the_machine_is_measured_without_a_trace(ranks: int) -> None:
     def run(transport: LocalTransport) -> Any:
         before = torch.random.get_rng_state()
-        machine = measure_machine(Ends.of(transport, None, torch.device("cpu")))
+        machine = measure_machine(PipelineMesh.of(transport, None, torch.device("cpu")))
         assert torch.equal(torch.random.get_rng_state(), before)
         return machine
 

@@ -12,8 +12,8 @@ from penstock.balance import LayerCost, Profile
 from penstock.comm import LocalTransport, LocalWorld
 from penstock.front import Choice, choose
 from penstock.front.candidates import Machine, Wishes
-from penstock.front.ends import Ends
 from penstock.front.machine import LARGE, measure_links, rounds, unlike
+from penstock.front.mesh import PipelineMesh
 from penstock.simulate import Link
 
 
@@ -47,7 +47,7 @@ def test_a_slow_link_is_found_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
         return Slow(work) if {self.rank, peer} == {1, 2} else work
 
     monkeypatch.setattr(LocalTransport, "isend", isend)
-    found = LocalWorld(4).run(lambda transport: measure_links(Ends.of(transport, None, torch.device("cpu"))))
+    found = LocalWorld(4).run(lambda transport: measure_links(PipelineMesh.of(transport, None, torch.device("cpu"))))
     assert all(links == found[0] for links in found)
     assert {link[:2] for link in found[0]} == {(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (2, 1), (3, 2), (0, 3)}
     far = unlike(found[0], 1e-4)
@@ -63,7 +63,9 @@ def test_a_link_that_is_narrow_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
         return Slow(work) if tensor.numel() > 1 and self.rank == 1 else work
 
     monkeypatch.setattr(LocalTransport, "isend", isend)
-    there, back = LocalWorld(2).run(lambda transport: measure_links(Ends.of(transport, None, torch.device("cpu"))))[0]
+    there, back = LocalWorld(2).run(
+        lambda transport: measure_links(PipelineMesh.of(transport, None, torch.device("cpu")))
+    )[0]
     assert (there[:2], back[:2]) == ((0, 1), (1, 0))
     assert there.latency == back.latency
     assert back.bandwidth is not None
@@ -72,7 +74,7 @@ def test_a_link_that_is_narrow_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_has_no_links() -> None:
-    ends = Ends.of(LocalWorld(1).transports[0], None, torch.device("cpu"))
+    ends = PipelineMesh.of(LocalWorld(1).transports[0], None, torch.device("cpu"))
     assert measure_links(ends) == []
     assert unlike([Link(0, 1, 1e-5)], 1e-5) == ()
 

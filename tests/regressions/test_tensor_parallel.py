@@ -42,7 +42,7 @@ LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Columns(nn.Module):
-    """Ends with a layer that is cut by columns, whose output stays so; returns its own loss if it is given labels."""
+    """PipelineMesh with a layer that is cut by columns, whose output stays so; returns its own loss if it is given labels."""
 
     def __init__(self, columns: int, loss: str | None = None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 asked      transport (messages, a store, news of failures), messages (one of them), framing and decoding (what they say)
 processes  distributed (over torch.distributed), accelerator (between devices), line and switchboard (small messages of one
-           host), store, kinds (of devices), host_group (replicas), device_wait
+           host), store, collectives (over a tree of messages), host_group (replicas), device_wait
 threads    local (ranks of one process), with baton
 failures   watcher (hears of them), pulse, beat and lifeline (a rank that is silent or gone), whereabouts (where each rank is)
 """

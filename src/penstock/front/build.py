@@ -26,8 +26,8 @@ from penstock.front.choice import Built, Choice, Machine
 from penstock.front.choose import choose
 from penstock.front.compared import compare
 from penstock.front.dimensions import spread
-from penstock.front.ends import Ends
 from penstock.front.machine import copy_bandwidth, measure_machine
+from penstock.front.mesh import PipelineMesh
 from penstock.front.model_profile import captured, estimated_profile, measured_profile, together
 from penstock.front.pipeline_options import RankOptions, Request
 from penstock.lower import InTurn
@@ -41,7 +41,7 @@ from penstock.stage.inference import refuse_inference_mode
 _PROBED = 4096  # numbers in the parameter that an optimizer is tried on
 
 
-def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -> tuple[Built, Ends]:
+def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -> tuple[Built, PipelineMesh]:
     """The stages of this rank, spread, compiled and wrapped, and its place among the ranks. `request` is without the model."""
     of_cut, of_steps, made = request.of_cut, request.of_steps, request.of_cut.made
     group, device = of_ranks.group, of_ranks.device
@@ -52,7 +52,7 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
         raise StageError(f"Pipeline takes an nn.Module and an example, or stages=[...]; got {type(model).__name__}")
     elif device is None:
         device = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    ends = Ends.of(group, of_ranks.mesh, torch.device(device), beside=of_ranks.parallelize is not None)
+    ends = PipelineMesh.of(group, of_ranks.mesh, torch.device(device), beside=of_ranks.parallelize is not None)
     compare(request.options(model, of_ranks), ends)
     given = [stage.submod for stage in made] if model is None else [model]
     example = (request.args, request.of_model.example_kwargs)
@@ -71,7 +71,7 @@ def assemble(model: nn.Module | None, request: Request, of_ranks: RankOptions) -
     return built.with_plan(sparing(built.plan, of_steps.recompute, of_steps.offload)), ends
 
 
-def adopt(request: Request, ends: Ends) -> Built:
+def adopt(request: Request, ends: PipelineMesh) -> Built:
     """A plan for stages that the user made: the quickest that places them where they are."""
     made = request.of_cut.made
     if isinstance(request.schedule, Plan):
@@ -91,7 +91,7 @@ def adopt(request: Request, ends: Ends) -> Built:
     return Built(made, min(timelines, key=lambda one: (one.makespan, max(one.peak_memory))).plan)
 
 
-def build(request: Request, ends: Ends) -> Built:
+def build(request: Request, ends: PipelineMesh) -> Built:
     """Capture, decide on the first rank, and build what belongs on this one."""
     given = request.of_cut.profile
     if isinstance(file := given, str | Path):  # read first of all, by the rank that decides: it may be on no other host
@@ -139,13 +139,13 @@ def stage_facts(pipe: Pipe, request: Request) -> dict[str, str]:
     }
 
 
-def _may_offload(request: Request, ends: Ends) -> bool:
+def _may_offload(request: Request, ends: PipelineMesh) -> bool:
     """Whether stages may be offloaded to keep to the limit: off an accelerator, or to where the user says."""
     limited = request.of_cut.memory_limit is not None
     return limited and (ends.device.type != "cpu" or request.of_steps.offload_to is not None)
 
 
-def _measured(request: Request, ends: Ends) -> Machine:
+def _measured(request: Request, ends: PipelineMesh) -> Machine:
     """What actions and messages cost; and, where stages may be offloaded, how fast the slowest rank copies while all do."""
     machine = measure_machine(ends)
     if request.of_steps.offload is False and not _may_offload(request, ends):
@@ -156,7 +156,7 @@ def _measured(request: Request, ends: Ends) -> Machine:
     return replace(machine, copy_bandwidth=float(min(found)))
 
 
-def _decide(request: Request, ends: Ends, machine: Machine, profile: Profile) -> Choice:
+def _decide(request: Request, ends: PipelineMesh, machine: Machine, profile: Profile) -> Choice:
     of_cut, plan = request.of_cut, request.schedule
     if isinstance(plan, Plan) and (plan.num_ranks, plan.num_microbatches) != (ends.num_ranks, request.microbatches):
         raise PlanError(

@@ -24,7 +24,7 @@ from penstock.checkpoint.parts import chunk_of, read_entry
 from penstock.checkpoint.plain import decode, encode
 from penstock.dtypes import dtype_named
 from penstock.errors import RunError, StageError
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.front.names import StageTensors
 from penstock.nest import Value
 
@@ -67,7 +67,7 @@ class Companions:
         except RecursionError as error:
             raise RunError("the state of a scheduler or of the data contains itself, and cannot be saved") from error
 
-    def saved(self, place: Path, manifest: Manifest, ends: Ends) -> dict[str, object]:
+    def saved(self, place: Path, manifest: Manifest, ends: PipelineMesh) -> dict[str, object]:
         """The states that this rank saved; if there were other ranks then, those of the first, without its random numbers."""
         same = (manifest.ranks, manifest.replicas) == (ends.num_ranks, ends.num_replicas)
         number = ends.number if same else manifest.ranks * ends.replica if manifest.replicas == ends.num_replicas else 0

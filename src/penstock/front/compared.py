@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.balance import Profile
 from penstock.errors import RanksDisagree
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.nest import Value
 from penstock.plan import Plan
 from penstock.run.meeting import digest_of
@@ -132,7 +132,7 @@ OWN: dict[str, str] = {
 """Options that may differ from rank to rank, and why."""
 
 
-def compare(options: Mapping[str, Value], ends: Ends) -> None:
+def compare(options: Mapping[str, Value], ends: PipelineMesh) -> None:
     """Raise RanksDisagree on every rank of every replica, if an option that must be the same differs."""
     facts = {name: describe(options[name]) for name, describe in COMPARED.items()}
     everyone = ends.ranks.try_all("comparing the options of a pipeline", lambda: facts)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from penstock.batch.policy import RowPolicy
 from penstock.comm.collectives import same_everywhere
 from penstock.errors import SplitError
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.nest import Value
 
 _NOTHING = -1  # in place of a number of rows
 
 
 def count_of_evaluation(
-    ends: Ends,
+    ends: PipelineMesh,
     policy: RowPolicy,
     args: tuple[Value, ...],
     kwargs: Mapping[str, Value],

@@ -27,7 +27,7 @@ from penstock.checks import check_types
 from penstock.comm.collectives import same_everywhere
 from penstock.errors import RunError, StageError
 from penstock.front.companions import Companions, Pending, by_parameter, under
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.front.names import StageTensors
 from penstock.nest import Value
 
@@ -73,7 +73,7 @@ def load(folder: str | Path) -> Checkpoint:
 
 
 def load_into(
-    folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, or_older: bool
+    folder: str | Path, tensors: StageTensors, ends: PipelineMesh, companions: Companions, *, or_older: bool
 ) -> tuple[Manifest, Lineage]:
     """Every rank calls it. What was loaded comes back; if anything is wrong on one rank, all raise and nothing has changed.
 
@@ -104,7 +104,9 @@ def _hint(older: str | None, others: list[str]) -> str:
     return ""
 
 
-def _load_one(place: Path, tensors: StageTensors, ends: Ends, companions: Companions) -> tuple[Manifest, Lineage]:
+def _load_one(
+    place: Path, tensors: StageTensors, ends: PipelineMesh, companions: Companions
+) -> tuple[Manifest, Lineage]:
     # All of it, before anything is changed.
     read: list[tuple[Manifest, Lineage, Pairs, list[Pending], dict[str, Value]]] = []
     before: dict[str, Value] = {}
@@ -154,7 +156,7 @@ def copy_state(tensors: StageTensors, state: Mapping[str, Tensor], *, strict: bo
     _change(tensors, _given_tensors(tensors, state, strict=strict))
 
 
-def take_weights(tensors: StageTensors, ends: Ends, source: Source) -> None:
+def take_weights(tensors: StageTensors, ends: PipelineMesh, source: Source) -> None:
     """Values for stages made by hand. All ranks read and check theirs before one changes anything."""
     read = partial(_given_tensors, tensors, strict=True)
     _change(tensors, ends.ranks.together("the weights of the stages", lambda: read(open_weights(source))))

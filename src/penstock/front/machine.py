@@ -26,7 +26,7 @@ from penstock.backward.offload_targets import OffloadTarget
 from penstock.comm.device_wait import wait_for_device
 from penstock.comm.transport import Transport
 from penstock.front.choice import Machine
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.plan import Op
 from penstock.plan.actions import OP, microbatch_of
 from penstock.run.schedule import Schedule
@@ -55,7 +55,7 @@ class NoWork(nn.Module):
         return x * self.weight
 
 
-def measure_machine(ends: Ends) -> Machine:
+def measure_machine(ends: PipelineMesh) -> Machine:
     """Overhead of an action, cost of posting a message, latency and bandwidth; medians, in seconds."""
     with torch.enable_grad():
         steps = [_times(timeline) for timeline in _record(ends)]
@@ -79,7 +79,7 @@ def _median(values: Sequence[float]) -> float:
     return max(statistics.median(values), 0.0) if values else 0.0
 
 
-def _record(ends: Ends) -> list[Timeline]:
+def _record(ends: PipelineMesh) -> list[Timeline]:
     """Some steps of a stage a rank."""
     stage = PipelineStage(NoWork(ends.device), ends.rank, ends.num_ranks, ends.device, group=ends.group)
     plan = get_schedule("1f1b")(ends.num_ranks, _MICROBATCHES)
@@ -119,7 +119,7 @@ def rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in (*found, [(num_ranks - 1, 0)] if num_ranks > 2 else []) if pairs]
 
 
-def measure_links(ends: Ends) -> list[Link]:
+def measure_links(ends: PipelineMesh) -> list[Link]:
     """Every pair of neighbours, both ways, in the order of the rounds: latency in seconds, and bytes a second if there is a
     limit.
 

@@ -21,7 +21,7 @@ from torch import nn
 from penstock.balance.cuts import size_text
 from penstock.errors import OverLimit
 from penstock.front.choice import Choice
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.nest import tensors_in
 from penstock.observe.live_memory import MemoryWatch
 from penstock.plan import Plan
@@ -87,7 +87,11 @@ class MemoryKeeper:
     """Measures steps of this rank, and says when one held too much."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], ends: Ends, limit: int | Sequence[int] | None, optimizer_bytes: float
+        self,
+        modules: Sequence[nn.Module],
+        ends: PipelineMesh,
+        limit: int | Sequence[int] | None,
+        optimizer_bytes: float,
     ) -> None:
         self.modules, self.ends, self.optimizer_bytes = modules, ends, optimizer_bytes
         self.limits = [limit] * ends.num_ranks if limit is None or isinstance(limit, int) else list(limit)

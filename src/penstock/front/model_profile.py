@@ -15,8 +15,8 @@ from penstock.capture import LayerSetting, Pipe, capture_layers, layer_names, pi
 from penstock.capture.wires import misfit
 from penstock.comm import LocalTransport
 from penstock.errors import CaptureError
-from penstock.front.ends import Ends
 from penstock.front.machine import NoWork
+from penstock.front.mesh import PipelineMesh
 from penstock.front.pipeline_options import Request
 from penstock.nest import Value
 from penstock.plan import Plan
@@ -28,7 +28,7 @@ Found = TypeVar("Found", bound=tuple[Pipe, object])
 Places: TypeAlias = tuple[tuple[int, str], ...]  # where a model was cut: position, and name of the operator there
 
 
-def estimated_profile(request: Request, ends: Ends) -> Profile:
+def estimated_profile(request: Request, ends: PipelineMesh) -> Profile:
     """A profile by size: a layer costs what its parameters weigh, in the forward and in both parts of the backward."""
     layers, where = _layers(request, ends)
     modules = [layers.get_stage_module(k) for k in range(layers.num_stages)]
@@ -40,7 +40,7 @@ def estimated_profile(request: Request, ends: Ends) -> Profile:
     return Profile(tuple(rows), metadata={"unit": "", "estimated": "the number of parameters", "places": places})
 
 
-def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
+def _layers(request: Request, ends: PipelineMesh) -> tuple[Pipe, Places | None]:
     """The model in its smallest pieces, and where they lie in it; in the user's own pieces, None."""
     of_cut, plan = request.of_cut, request.schedule if isinstance(request.schedule, Plan) else None
     most = of_cut.count or (plan.num_stages if plan else 4 * ends.num_ranks)
@@ -53,7 +53,7 @@ def _layers(request: Request, ends: Ends) -> tuple[Pipe, Places | None]:
     return captured(request, capture)
 
 
-def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) -> Profile:
+def measured_profile(request: Request, ends: PipelineMesh, barrier: Callable[[], None]) -> Profile:
     """What the layers cost on this rank, while the others measure theirs: `barrier` waits for them."""
     args, kwargs = microbatch_of(request)
     layers, where = _layers(request, ends)
@@ -67,7 +67,7 @@ def measured_profile(request: Request, ends: Ends, barrier: Callable[[], None]) 
     return without_calls(measured, ends.device)
 
 
-def together(ends: Ends, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
+def together(ends: PipelineMesh, measure: Callable[[Callable[[], None]], Profile]) -> Callable[[], Profile]:
     """What layers cost while all ranks are at work: all measure at the same time, and the median over the ranks counts.
 
     `measure` is handed a barrier, to call when it is about to begin. The first rank asks for the outcome, and gets its own error

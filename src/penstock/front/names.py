@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.capture import StageModule
 from penstock.errors import StageError
 from penstock.front.choice import Built
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.parallel import unwrap
 from penstock.run.ties import Holders
 from penstock.stage.pipeline_stage import PipelineStage
@@ -66,7 +66,9 @@ class StageTensors:
         return ((name, p) for name, p in self.parameters.items() if name not in self.elsewhere)
 
 
-def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders], prefixes: Mapping[int, str]) -> StageTensors:
+def stage_tensors(
+    built: Built, ends: PipelineMesh, ties: Iterable[Holders], prefixes: Mapping[int, str]
+) -> StageTensors:
     """Name everything that the stages of this rank hold; `prefixes_of` has told what stands before the names of each stage."""
     stages, rank_of = built.stages, built.plan.placement.ranks
     tied = _by_holder(ties)
@@ -101,7 +103,7 @@ def stage_tensors(built: Built, ends: Ends, ties: Iterable[Holders], prefixes: M
     return found
 
 
-def prefixes_of(stages: Sequence[PipelineStage], ends: Ends, ties: Iterable[Holders]) -> dict[int, str]:
+def prefixes_of(stages: Sequence[PipelineStage], ends: PipelineMesh, ties: Iterable[Holders]) -> dict[int, str]:
     """Stages made by hand may use the same names for different things; then its number tells them apart. All ranks call it."""
     if all(isinstance(unwrap(stage.submod), StageModule) for stage in stages):
         return {}

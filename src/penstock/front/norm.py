@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batch.batch import precise_on
 from penstock.errors import RunError
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.run.feed import pinned
 from penstock.stage.dtensors import summed, to_local
 
@@ -44,7 +44,7 @@ def local_norm(gradients: Iterable[Tensor], max_norm: object, norm_type: object,
     return Local(_term([numbers_of(grad) for grad in sharded[False]], kind, device), sharded[True], kind)
 
 
-def total_norm(local: Local, ends: Ends, *, scaler: object = None) -> float:
+def total_norm(local: Local, ends: PipelineMesh, *, scaler: object = None) -> float:
     """The norm of the gradients that count here and of those on the other ranks, each of which has its own part by now.
 
     The host reads one tensor: a sum, and what a GradScaler would read of its own after this.

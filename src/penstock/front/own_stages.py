@@ -20,8 +20,8 @@ from penstock.comm.transport import Transport
 from penstock.errors import RunError
 from penstock.front.choice import Built, Choice
 from penstock.front.choice_text import explanation
-from penstock.front.ends import Ends
 from penstock.front.loading import copy_state
+from penstock.front.mesh import PipelineMesh
 from penstock.front.names import StageTensors, prefixes_of, stage_tensors
 from penstock.front.publish import Origin, save_pretrained
 from penstock.front.sharing import Sharing
@@ -59,7 +59,7 @@ class OwnStages:
     transport: Transport  # messages between the ranks of this pipeline
     _sharing: Sharing
 
-    def __init__(self, built: Built, ends: Ends, origin: Origin, ties: Iterable[Tied | Holders]) -> None:
+    def __init__(self, built: Built, ends: PipelineMesh, origin: Origin, ties: Iterable[Tied | Holders]) -> None:
         self._built, self._ends, self._origin = built, ends, origin
         self.rank, self.num_ranks, self.transport = ends.rank, ends.num_ranks, ends.transport
         self.replica, self.num_replicas, self.is_first = ends.replica, ends.num_replicas, ends.is_first

@@ -20,7 +20,7 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.front.names import StageTensors
 from penstock.nest import Value
 from penstock.stage.dtensors import whole_tensor
@@ -44,7 +44,9 @@ class Origin:
         return cls(frozenset(names), type(model).__name__, configs)
 
 
-def save_pretrained(place: Path, tensors: StageTensors, ends: Ends, origin: Origin, *, max_shard_bytes: int) -> None:
+def save_pretrained(
+    place: Path, tensors: StageTensors, ends: PipelineMesh, origin: Origin, *, max_shard_bytes: int
+) -> None:
     """Every rank of every replica calls it."""
     mine: dict[str, Tensor] = {}
 

@@ -18,7 +18,7 @@ from penstock.balance import Profile
 from penstock.errors import PlanError, RunError
 from penstock.front.candidates import fastest_cut
 from penstock.front.choice import Choice, stage_costs
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.plan import Op, Plan
 from penstock.run.compiled_costs import compiled_costs
 from penstock.run.schedule import Schedule
@@ -35,7 +35,9 @@ _FIRST, _EVERY, _MEASURED = 4, 100, 3  # the first steps are cold; then how ofte
 _TRIES = 10
 
 
-def calibrated(choice: Choice, schedule: Schedule, ends: Ends, step: Callable[[], object], *, rounds: int) -> Choice:
+def calibrated(
+    choice: Choice, schedule: Schedule, ends: PipelineMesh, step: Callable[[], object], *, rounds: int
+) -> Choice:
     """The choice with the costs of its stages, and of what is around a step, as some steps have them.
 
     Steps are measured as they come in a training: all ranks begin together, and find no gradients. More of them are measured
@@ -160,7 +162,7 @@ class Replanner:
         return [found.plan]
 
 
-def recut(choice: Choice, timelines: Sequence[Timeline], ends: Ends, *, gain: float) -> Profile | None:
+def recut(choice: Choice, timelines: Sequence[Timeline], ends: PipelineMesh, *, gain: float) -> Profile | None:
     """The profile with how slow each rank is, if a cut that minds it makes a step shorter by at least this share.
 
     A rank is as slow as its stages are in these steps, beside what the profile says of their layers. Whoever is given the profile

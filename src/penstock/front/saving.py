@@ -36,7 +36,7 @@ from penstock.checks import check_types
 from penstock.dtypes import dtype_name
 from penstock.errors import PenstockError, RunError, StepTimeout
 from penstock.front.companions import Companions, optimizer_parts
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.front.names import StageTensors
 from penstock.health.failure import NOBODY
 from penstock.nest import Value
@@ -94,7 +94,9 @@ class Order:
         return str(self.place)
 
 
-def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: Companions, *, keep: int) -> Order:
+def prepare(
+    folder: str | Path, tensors: StageTensors, ends: PipelineMesh, companions: Companions, *, keep: int
+) -> Order:
     """Agree on who writes what, and make the folder. Every rank of every replica calls it; nothing is changed if one raises."""
     place = Path(folder).absolute()
     mine: list[Block] = []
@@ -136,7 +138,7 @@ def prepare(folder: str | Path, tensors: StageTensors, ends: Ends, companions: C
     return Order(place, fresh, keep, blocks, small[0], ends.number, everyone, manifest, claimed)
 
 
-def save(order: Order, ends: Ends) -> None:
+def save(order: Order, ends: PipelineMesh) -> None:
     """Write it now. It is there whole on return, or an error is raised on every rank."""
     try:
         rows = ends.ranks.try_all(f"writing the checkpoint {order.place}", order.write)
@@ -159,8 +161,8 @@ class Saving:
     writing took, once it is done.
     """
 
-    def __init__(self, order: Order, ends: Ends, began: float, stager: AsyncStager | None = None) -> None:
-        check_types("Saving", RunError, order=(order, Order), ends=(ends, Ends), began=(began, float))
+    def __init__(self, order: Order, ends: PipelineMesh, began: float, stager: AsyncStager | None = None) -> None:
+        check_types("Saving", RunError, order=(order, Order), ends=(ends, PipelineMesh), began=(began, float))
         self._error: Exception | None = None
         blocks: list[Block] = []
         try:

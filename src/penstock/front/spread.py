@@ -25,7 +25,7 @@ from penstock.comm.framing import complete, frame, receive_frame
 from penstock.comm.transport import Transport
 from penstock.dtypes import dtype_name, dtype_named
 from penstock.errors import RunError
-from penstock.front.ends import Ends
+from penstock.front.mesh import PipelineMesh
 from penstock.nest import Value
 from penstock.plan import Placement
 from penstock.run.layout import wire
@@ -78,7 +78,7 @@ class Result:
 class Telling:
     """How the ranks of one pipeline come to know the numbers of a step: in host memory, or from device to device over a tree."""
 
-    def __init__(self, ends: Ends, placement: Placement) -> None:
+    def __init__(self, ends: PipelineMesh, placement: Placement) -> None:
         self._ends, self._transport, self._last = ends, ends.transport, placement.ranks[-1]
         alone = ends.transport.num_ranks == 1
         self._stays = ends.device.type != "cpu" and (alone or ends.transport.device.type == ends.device.type)
@@ -203,7 +203,7 @@ def gather_on_first(transport: Transport, value: object) -> list[Value]:
     return [value, *(receive_from(transport, rank) for rank in range(1, transport.num_ranks))]
 
 
-def deliver(ends: Ends, value: object, outputs: Where, *, last: int) -> Value:
+def deliver(ends: PipelineMesh, value: object, outputs: Where, *, last: int) -> Value:
     """The outputs on the ranks that want them."""
     if outputs is None or outputs == "last":
         return value

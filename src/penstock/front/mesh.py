@@ -1,4 +1,4 @@
-"""Who takes part: the ranks of the pipeline, the data-parallel replicas beside it, and how they agree on a text."""
+"""PipelineMesh: the place of this rank among the stages of the pipeline and its data-parallel replicas, and their collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Ends:
+class PipelineMesh:
     """This rank's place. `replica` and `num_replicas` count the data-parallel copies of the pipeline."""
 
     transport: Transport
@@ -34,7 +34,7 @@ class Ends:
     data: DeviceMesh | None = None  # of these the data-parallel dimension
 
     @classmethod
-    def of(cls, group: Group, mesh: DeviceMesh | None, device: torch.device, *, beside: bool = False) -> Ends:
+    def of(cls, group: Group, mesh: DeviceMesh | None, device: torch.device, *, beside: bool = False) -> PipelineMesh:
         """`beside`: the mesh has dimensions beside "dp" and "pp", over which the user spreads each stage."""
         same, data = None, None
         if mesh is not None:
