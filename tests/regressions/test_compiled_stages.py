@@ -451,6 +451,13 @@ class CachedAsABuffer(Cached):
         return self.linear(x) @ self.mask
 
 
+class ValueAsABuffer(Cached):
+    def forward(self, x: Tensor) -> Tensor:
+        if "mean" not in self._buffers:
+            self.register_buffer("mean", x.detach().mean() * 0, persistent=False)
+        return self.linear(x) + self.mean
+
+
 KEPT: dict[str, Tensor] = {}  # outside of all modules
 
 
@@ -472,7 +479,10 @@ class CachedByItsValue(Cached):
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function:UserWarning")
 @pytest.mark.parametrize("compiled", [None, (1,)])
-@pytest.mark.parametrize("kind", [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer, CachedByItsShape])
+@pytest.mark.parametrize(
+    "kind",
+    [Cached, CachedInAnAttribute, CachedInADictionary, CachedAsABuffer, ValueAsABuffer, CachedByItsShape],
+)
 def test_a_run_without_data_leaves_nothing_of_it_behind(
     kind: type[nn.Module], compiled: tuple[int, ...] | None
 ) -> None:

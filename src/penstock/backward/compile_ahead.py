@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.backward.compile_stage import HOOKS, CompiledStage
+from penstock.backward.module_state import ModuleState
 from penstock.nest import Value, map_tensors, tensors_in
-from penstock.stage.buffers import InPlace, attributes_of, remember
+from penstock.stage.buffers import Tables
 
 _SMALL = 1 << 20  # bytes of a parameter that is not trained, up to which it is put back
 _probes: list[threading.Thread] = []  # see `probe_processor`
@@ -94,9 +95,10 @@ def is_left_over(output: Value, given: Value) -> bool:
 
 @contextmanager
 def _rewound(module: nn.Module) -> Iterator[None]:
-    """Afterwards the random state, the buffers, and what the modules have set on themselves, are as they were.
+    """Afterwards random states, buffers, hooks, and what the user's modules have set on themselves, are as they were.
 
-    >>> counter = nn.Identity()
+    >>> class Counter(nn.Identity): ...
+    >>> counter = Counter()
     >>> counter.calls, counter.seen = 0, []
     >>> with _rewound(counter):
     ...     counter.calls, counter.mask = 1, torch.ones(2)
@@ -104,9 +106,13 @@ def _rewound(module: nn.Module) -> Iterator[None]:
     >>> counter.calls, counter.seen, hasattr(counter, "mask")
     (0, [], False)
     """
-    attributes = attributes_of(module.modules())
-    changed = InPlace((), module.modules())
-    rest = remember(module, ())
+    device = next((one.device for one in module.parameters()), torch.device("cpu"))
+    state = ModuleState(module, device=device)
+    state.begin_step(None)
+    before = state.snapshot()
+    parts = list(module.modules())
+    hooks = [(vars(part), {kind: vars(part)[kind] for kind in HOOKS}) for part in parts]
+    held = Tables([table for part in parts for table in (part._buffers, part._parameters, part._modules)])
     frozen = [one for one in module.parameters() if not one.requires_grad and one.nbytes <= _SMALL]
     values = [one.detach().clone() for one in frozen]
     try:
@@ -114,9 +120,10 @@ def _rewound(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, value in zip(frozen, values, strict=True):
             parameter.data.copy_(value)
-        attributes.put_back()
-        changed.put_back()
-        rest()
+        before.put_back()
+        held.put_back()
+        for attributes, tables in hooks:
+            attributes.update(tables)
 
 
 @cache

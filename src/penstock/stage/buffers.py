@@ -16,7 +16,7 @@ copy for as long as they hold the same; those that are large are not copied, and
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -71,28 +71,6 @@ def _same(table: Value, old: Value) -> bool:
     if isinstance(table, dict):
         return _same(list(table), list(old)) and _same(list(table.values()), list(old.values()))
     return len(table) == len(old) and all(map(is_, table, old))
-
-
-def attributes_of(parts: Iterable[nn.Module], *, leave: Container[str] = ()) -> Tables:
-    """What modules have set on themselves, and what is in the dicts, lists and sets among that, but for those of these names."""
-    own = [vars(part) for part in parts]
-    inside = (value for table in own for name, value in table.items() if name not in leave)
-    return Tables([*own, *(value for value in inside if type(value) in CONTAINERS)])
-
-
-class InPlace:
-    """Tensors that a run may change in place, inputs or what modules keep in attributes, as they were when this was made."""
-
-    def __init__(self, tensors: Iterable[Tensor], parts: Iterable[nn.Module]) -> None:
-        held = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
-        changeable = [one for one in (*tensors, *held) if not (one.requires_grad or one.is_inference())]
-        self.before = [(one, one._version, one.clone()) for one in changeable]
-
-    def put_back(self) -> None:
-        """Past autograd's count of changes, as `Before.put_back` does."""
-        for one, version, value in self.before:
-            if one._version != version:
-                one.data.copy_(value)
 
 
 class _Seen(NamedTuple):
