@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm import DistributedTransport, FailureRecord, LocalWorld, Transport
-from penstock.errors import PeerFailed, RanksDisagree, StepTimeout
+from penstock.errors import PeerFailed, RanksDisagree, RunError, StepTimeout
 from tests.faults.fragile import SOON
 from tests.gloo_pool import GlooPool
 
@@ -132,6 +132,66 @@ def collect(transport: Transport) -> tuple[list[bytes], list[bytes], list[float]
 def test_gather_sum_and_broadcast_reach_every_rank(run: Runner) -> None:
     expected = ([bytes([rank, 255, 0]) for rank in range(4)], [b""] * 4, [4.0, 6.0], 0.25)
     assert run(4, collect) == [expected] * 4
+
+
+def all_collectives(transport: Transport) -> list[Any]:
+    ranks, mine = transport.collectives, transport.rank
+    ranks.barrier("all are here")
+    numbers = torch.tensor([mine, 3 - mine], dtype=torch.float64)
+    ranks.reduce("the largest", numbers, "max")
+    return [
+        ranks.broadcast("a text", lambda: f"of rank {mine}"),
+        ranks.gather("numbers", lambda: mine * 10),
+        ranks.all_gather("long texts", "x" * 1000 * mine) == ["x" * 1000 * rank for rank in range(4)],
+        ranks.together("each", lambda: mine, lambda: {"size": 4}),
+        ranks.any(mine == 2),
+        ranks.any(False),
+        numbers.tolist(),
+    ]
+
+
+def test_collectives(run: Runner) -> None:
+    for rank, found in enumerate(run(4, all_collectives)):
+        gathered = [0, 10, 20, 30] if rank == 0 else None
+        assert found == ["of rank 0", gathered, True, rank, True, False, [3.0, 3.0]]
+
+
+def wrong_collectives(transport: Transport) -> list[str]:
+    """On rank 2, or where it calls something else, every collective is wrong; the last one is right again."""
+    ranks, wrong = transport.collectives, transport.rank == 2
+
+    def fail() -> int:
+        return 1 // 0 if wrong else 1
+
+    calls: list[Callable[[], object]] = [
+        lambda: ranks.together("work", fail),
+        lambda: ranks.try_all("work", fail),
+        lambda: ranks.gather("work", fail),
+        lambda: ranks.all_gather("work", object() if wrong else 1),
+        lambda: ranks.together("work", int, lambda: {"size": transport.rank}),
+        lambda: ranks.barrier("save" if wrong else "load"),
+        lambda: ranks.together("save", fail) if wrong else ranks.reduce("load", torch.zeros(3)),
+        lambda: ranks.barrier("the end"),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except RunError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_collective_that_is_wrong_on_one_rank_raises_on_all_and_the_next_one_works(run: Runner) -> None:
+    for rank, (*failed, end) in enumerate(run(4, wrong_collectives)):
+        for text in failed[:4]:
+            assert text.startswith("RunError: work: " if rank == 2 else "RunError: rank 2 failed at work: "), text
+        assert failed[4].startswith("RanksDisagree: the arguments of work differ between the ranks"), failed
+        for text in failed[5:]:
+            assert text.startswith("RanksDisagree: the ranks are about to run different things"), text
+            assert {"save", "load"} < {*text.split()}
+        assert end == ""
 
 
 def through_the_store(transport: Transport) -> tuple[bytes, bool, int, bytes, bool]:

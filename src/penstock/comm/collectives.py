@@ -107,11 +107,12 @@ class Collectives:
             raised, post = _attempt(make) if self.is_first else (None, b"")
             return _decoded(what, self._exchange(what, raised, post, _first))
 
-    def gather(self, what: str, value: Value) -> list[Value] | None:
-        """A value of each rank, by number, on the first one; None on the others."""
+    def gather(self, what: str, make: Callable[[], Value]) -> list[Value] | None:
+        """What each rank makes, by number, on the first one; None on the others. If it raises on one, all raise."""
         found: list[bytes] = []
-        raised, post = _attempt(lambda: value)
-        self._exchange(what, raised, _entry(self.number, post), b"".join, found.append)
+        with self.call(what):
+            raised, post = _attempt(make)
+            self._exchange(what, raised, _entry(self.number, post), b"".join, found.append)
         return [_decoded(what, post) for post in _entries(what, found[0], self.count)] if found else None
 
     def all_gather(self, what: str, value: Value) -> list[Value]:

@@ -115,7 +115,7 @@ def build(request: Request, ends: PipelineMesh) -> Built:
     here = choice.plan.placement.stages_of(ends.rank)
     modules = [pipe.get_stage_module(k) for k in here]
     pending = ends.ranks.together("the values of the model", lambda: values_to_fill(modules, request, ends.device))
-    ends.ranks.try_all("giving the model its values", lambda: [fill() for fill in pending])
+    ends.ranks.together("giving the model its values", lambda: [fill() for fill in pending])
     return Built([pipe.build_stage(k, ends.device, ends.group) for k in here], choice.plan, pipe.info(), choice)
 
 

@@ -124,7 +124,7 @@ def _load_one(
     same_everywhere(f"the checkpoints in {place}", everyone, "Let all see the same folder. Nothing was changed")
     manifest, lineage, found, pending, states = read[0]
     try:
-        ends.ranks.try_all(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
+        ends.ranks.together(f"the states in the checkpoint {place}", lambda: companions.apply(states, place, before))
     except Exception:
         companions.undo(before)
         raise

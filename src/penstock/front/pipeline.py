@@ -394,7 +394,7 @@ class Pipeline(OwnStages):
             place = folder / f"replica-{self.replica}" if self.replica else folder
             weakref.finalize(self, Lookout(self.transport, place).close)
 
-        self.ranks.try_all(f"writing to the folder of the run, {folder}", start)
+        self.ranks.together(f"writing to the folder of the run, {folder}", start)
 
     def _make_policy(self) -> RowPolicy:
         """How batches are split, weighed and merged; asked once, when the stages are made."""

@@ -87,7 +87,7 @@ def save_pretrained(
             _write_config(name, config, place, origin, tensors)
         return str(place)
 
-    ends.ranks.try_all(f"writing the weights to {place}", write)
+    ends.ranks.together(f"writing the weights to {place}", write)
     ends.ranks.broadcast(f"the index of the weights in {place}", finish)
 
 

@@ -141,8 +141,8 @@ def prepare(
 def save(order: Order, ends: PipelineMesh) -> None:
     """Write it now. It is there whole on return, or an error is raised on every rank."""
     try:
-        rows = ends.ranks.try_all(f"writing the checkpoint {order.place}", order.write)
-        ends.ranks.broadcast("the end of a checkpoint", lambda: order.finish(rows))
+        rows = ends.ranks.gather(f"writing the checkpoint {order.place}", order.write)
+        ends.ranks.broadcast("the end of a checkpoint", lambda: order.finish(rows or []))
     except PenstockError:
         if ends.is_first:
             with suppress(OSError):
@@ -191,11 +191,11 @@ class Saving:
             stuck = not self._written.wait(self._patience)
             self.told = True
             try:
-                self._ends.ranks.try_all(
+                self._ends.ranks.together(
                     f"writing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck)
                 )
                 stuck = not self._ended()
-                self._ends.ranks.try_all(
+                self._ends.ranks.together(
                     f"finishing the checkpoint {self._order.place}", lambda: self._outcome(stuck=stuck)
                 )
             finally:
