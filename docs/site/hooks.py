@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "src"))  # the code beside these pages, wherever a
 GROUPS = {"start": "Start", "guides": "Guides", "concepts": "Concepts", "integrations": "Integrations"}
 PACKAGES = [
     *("front", "plan", "schedules", "lower", "simulate", "show", "balance", "search", "studio"),
-    *("batch", "comm", "parallel", "stage", "run", "capture", "train", "errors", "compat"),
+    *("batch", "comm", "parallel", "stage", "backward", "run", "capture", "train", "errors", "compat"),
     *("integrations.transformers", "integrations.lightning"),
 ]
 PROJECT = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECURITY.md": "Security"}
