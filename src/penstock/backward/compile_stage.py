@@ -62,6 +62,8 @@ def compile_in_place(module: nn.Module, given: CompileOptions) -> None:
 
     # torch.compile does not begin in code of torch's, as that of nn.Sequential. And it keeps only so many versions of a code.
     call_stage.__code__ = call_stage.__code__.replace()
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True  # of code that is called from here, too
     dynamic = for_inner.get("dynamic")
     module._compiled_call_impl = torch.compile(call_stage, backend=backend, dynamic=dynamic, **options)
 
