@@ -124,7 +124,8 @@ class DistributedTransport(Transport):
         mine = f"rank {self.rank}: {self.device.type}"
         first = self.store.first("device type", mine.encode()).decode(errors="replace")
         if first.partition(": ")[2] != self.device.type:
-            self.store.first("device types", f"{first}, {mine}".encode())
+            told = sorted((first, mine), key=lambda one: int(one.split()[1].rstrip(":")))
+            self.store.first("device types", ", ".join(told).encode())
         elif self.store.add("device type/ranks", 1) == self.num_ranks:
             self.store.first("device types", b"alike")
         if patience is not None or self.store.check("device types"):
