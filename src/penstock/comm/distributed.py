@@ -187,7 +187,8 @@ class DistributedTransport(Transport):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
         if known is not None:
-            self._torn = known
+            # In a step its verdict tells the others; out of one they see this rank's connections end, and ask why.
+            self._torn = known if self.in_collective is None else self._post(known)
             return known.error()
         if timed_out:
             late = f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}"
