@@ -277,7 +277,8 @@ def loses_the_store(device: torch.device, port: int, among: bool) -> list[str]:
 
         def wait_for_the_end() -> None:
             _get_default_store().set("in a step", "")
-            until(lambda: DistributedTransport.of(group, device=device).failed)
+            time.sleep(2.0)  # longer than the heartbeat; then it is gone for certain
+            module.act = None
 
         module.act = None if place else die if among else wait_for_the_end
         found += raised_in_steps(schedule, device, 2)
@@ -298,15 +299,12 @@ def test_the_first_rank_may_die_and_the_store_with_it(sim: SimPool) -> None:
     assert "tart the job again" in after or "rank 0 failed" in after, after
 
 
-def test_no_rank_is_blamed_for_a_store_that_was_not_its(sim: SimPool) -> None:
+def test_steps_go_on_without_the_process_that_held_the_store(sim: SimPool) -> None:
     outcomes = sim.outcomes(3, "lazy", loses_the_store, free_port(), False)
     assert outcomes[0].exit_code == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.details
-        good, during, after = outcome.value
-        assert good == ""
-        assert during.startswith("TransportError: the store of the process group does not answer"), during
-        assert "tart the job again" in after, after
+        assert outcome.value == ["", "", ""]
 
 
 def test_both_sides_of_a_network_that_is_cut_are_told(sim: SimPool) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 from penstock.batch.batch import Rows
 from penstock.comm import FailureRecord, LocalTransport, LocalWorld, collectives
 from penstock.comm.framing import LONGEST, complete, frame, receive_frame
-from penstock.comm.store import DistributedStore
 from penstock.errors import PenstockError, RunError, TransportError
 from penstock.front import Choice
 from penstock.health.decoding import loads, reading
@@ -143,34 +142,6 @@ def test_preambles_of_any_numbers_can_be_compared_and_shown(numbers: list[int]) 
     preamble = Preamble(*numbers)
     assert str(numbers[0]) in str(preamble)
     Rows(8, 8).differs_from(Rows(preamble.rows, preamble.target_rows))
-
-
-class Dictionary:
-    """What a c10d store is, in memory."""
-
-    def __init__(self, values: dict[str, bytes]) -> None:
-        self.values = values
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def add(self, key: str, number: int) -> int:
-        return 1
-
-    def set(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-
-
-@given(st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_values_in_the_store(value: bytes) -> None:
-    store = DistributedStore(Dictionary({"departures": b"1", "departed/1": value, "where/1": value}), 0, 2)
-    with suppress(PenstockError):
-        store.departures()
-    with suppress(PenstockError):
-        store.ask_around(patience=0.03)
 
 
 def test_frames_of_a_collective_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,9 @@ TESTS: dict[str, tuple[list[str], list[str], list[str]]] = {
         [f"{TABLE}: test_the_first_rank_may_die_and_the_store_with_it"],
     ),
     "the process with the store is killed, and is none": (
-        ["test_store_outside: test_no_rank_is_blamed_for_a_store_that_was_not_its"],
+        ["test_store_outside: test_steps_go_on_without_the_process_that_held_the_store"],
         [],
-        [f"{TABLE}: test_no_rank_is_blamed_for_a_store_that_was_not_its"],
+        [f"{TABLE}: test_steps_go_on_without_the_process_that_held_the_store"],
     ),
     "a rank leaves": (
         [

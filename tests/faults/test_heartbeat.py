@@ -6,7 +6,6 @@ whose store was on the other host stayed so for ever. SIGSTOP did the same on on
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -24,9 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.comm import DistributedTransport, LocalWorld, beat
-from penstock.comm.pulse import Pulse, heartbeat
+from penstock.comm import DistributedTransport
 from penstock.errors import PenstockError, TransportError
+from penstock.health.rendezvous import heartbeat
 from penstock.run import ScheduleGPipe
 from penstock.stage.pipeline_stage import PipelineStage
 from tests.faults.fragile import SOON, loss_fn, make_batch, make_modules, until, when_all_others_have_come
@@ -119,41 +118,6 @@ def test_a_rank_that_computes_for_long_is_left_alone(gloo_pool: GlooPool) -> Non
     assert gloo_pool.run(2, busy_in_a_step) == [[""], [""]]
 
 
-@pytest.fixture
-def stopped() -> Iterator[Pulse]:
-    """The heartbeat of a rank whose one peer is a process that is stopped."""
-    store = LocalWorld(2).transports[0].store
-    peer = subprocess.Popen(["sleep", "60"])
-    try:
-        os.kill(peer.pid, signal.SIGSTOP)
-        pulse = Pulse(0, store, patience=0.5, address=None)
-        space, _, _ = json.loads(store.get("process/0", 1.0))
-        store.set("process/1", json.dumps([space, peer.pid, beat.state_of(peer.pid)[1]]).encode())
-        pulse.watch([1])
-        yield pulse
-    finally:
-        peer.kill()
-        peer.wait(30)
-
-
-def test_a_heartbeat_is_heard_however_seldom_somebody_looks(stopped: Pulse) -> None:
-    """Whoever looked less than twice in a heartbeat began anew with each look: a short one was off."""
-    found, looks = None, 0
-    while found is None and looks < 20:
-        time.sleep(0.3)
-        found, looks = stopped.look(), looks + 1
-    assert found is not None
-    assert found.rank == 1
-    assert looks > 2
-
-
-def test_time_in_which_nobody_looked_does_not_count(stopped: Pulse) -> None:
-    """Then it was this process that was stopped, and the other one with it, perhaps."""
-    assert stopped.look() is None
-    time.sleep(1.2)
-    assert stopped.look() is None
-
-
 @pytest.mark.parametrize("given", ["ten", "-1", "inf", "nan", "0.4"])
 def test_a_heartbeat_that_is_no_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("PENSTOCK_HEARTBEAT", given)
@@ -216,9 +180,6 @@ def train_on_a_host(rank: int, device: str) -> None:
     dist.init_process_group(backend, init_method="tcp://10.231.9.1:29544", rank=rank, world_size=2)
     schedule, _ = stepping(rank, 2, device)
     raised_in_steps(schedule, 1, device)
-    until(
-        lambda: 1 - rank in DistributedTransport.of(device=device).pulse._heard
-    )  # a proof that the next datagrams are due
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
@@ -284,12 +245,6 @@ def wait_on_a_host(rank: int, ends: str) -> None:
         if ends == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60.0)
-    lines = transport.pulse._lifelines
-    assert lines is not None
-    while 1 not in lines._lines or lines._lines[1].hello:  # only a line that once was there can end
-        transport.pulse.notice({1})
-        list(transport.pulse.all_ended())
-        time.sleep(0.05)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     start, said = time.monotonic(), ""
@@ -343,7 +298,7 @@ def left_alone() -> str:
         os.dup2(file.fileno(), 2)
         try:
             found = raised_in_steps(schedule, 3)
-            time.sleep(1.0)  # the watcher looks at the store several times
+            time.sleep(1.0)
             DistributedTransport.of().close()
         finally:
             os.dup2(kept, 2)

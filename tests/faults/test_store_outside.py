@@ -1,4 +1,5 @@
-"""The process that holds the store is none of the ranks of a pipeline: when it ends, no rank of the pipeline is blamed.
+"""The process that holds the store is none of the ranks of a pipeline: when it ends, no rank of the pipeline is blamed, and
+their steps go on.
 
 The story: a pipeline over ranks 1 and 2 of a job, whose store is in the process of rank 0. When that was killed, the ranks of the
 pipeline said that *their* rank 0 had failed, which was alive and well.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from tests.gloo_pool import GlooPool
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("gloo")]
 
 
-def outside(deaf: bool) -> list[str]:
+def outside() -> tuple[list[str], str]:
     group = dist.new_group([1, 2])
     store = _get_default_store()
     if dist.get_rank() == 0:
@@ -37,34 +39,47 @@ def outside(deaf: bool) -> list[str]:
     x, y = make_batch(8)
     schedule.step(x, target=y)
     if rank == 0:
+        holder = int(store.get("holder"))
 
         def wait_for_the_end(*_: Any) -> None:  # the store ends while a step runs
+            handle.remove()
             store.set("in a step", "")
-            until(lambda: transport.failed)
+            until(
+                lambda: not Path(f"/proc/{holder}/cmdline").exists() or not Path(f"/proc/{holder}/cmdline").read_bytes()
+            )
 
-        modules[rank].register_forward_pre_hook(wait_for_the_end)
-    elif deaf:  # the step is over before the watcher looks; the others say that it went wrong, and cannot say why
-        assert transport._watcher is not None
-        transport._watcher._tell = lambda *_: None  # type: ignore[method-assign]
+        handle = modules[rank].register_forward_pre_hook(wait_for_the_end)
     found = []
-    for _ in range(2):
+    for _ in range(3):
         try:
             schedule.step(x, target=y)
             found.append("")
         except PenstockError as error:
             found.append(f"{type(error).__name__}: {error}")
-    return found
+    try:
+        DistributedTransport(group)
+        again = ""
+    except (PenstockError, RuntimeError) as error:
+        again = type(error).__name__
+    return found, again
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_no_rank_is_blamed_for_a_store_that_was_not_its(gloo_pool: GlooPool, deaf: bool) -> None:
-    first, *others = gloo_pool.outcomes(3, outside, deaf, store="tcp")
+def told_outside() -> tuple[list[str], str]:
+    if dist.get_rank() == 0:
+        _get_default_store().set("holder", str(os.getpid()))
+    return outside()
+
+
+def test_steps_go_on_without_the_process_that_held_the_store(gloo_pool: GlooPool) -> None:
+    """Nothing in a step needs it, and to end would lose what was done since the last checkpoint. What needs a rendezvous next
+    says so."""
+    first, *others = gloo_pool.outcomes(3, told_outside, store="tcp")
     assert first.exit_code == -signal.SIGKILL
     for outcome in others:
         assert outcome.ok, outcome.details
-        during, after = outcome.value
-        assert during.startswith("TransportError: the store of the process group does not answer"), during
-        assert "Start the job again" in after, after
+        steps, again = outcome.value
+        assert steps == ["", "", ""]
+        assert again in ("TransportError", "DistNetworkError"), again
 
 
 def holder() -> tuple[int, int]:

@@ -45,11 +45,6 @@ def dropped_pipelines(count: int) -> list[int]:
     return found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the thread that listens keeps its pipe when its subgroup is gone before it",
-)
 def test_dropped_pipelines_leave_no_descriptors(gloo_pool: GlooPool) -> None:
     """Two descriptors, a pipe of the thread that listens, stayed open for each pipeline that was dropped after its subgroup had
     been destroyed."""
@@ -95,9 +90,6 @@ def killed_with_a_child() -> tuple[str, bool]:
     return said, lived
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="a forked child holds copies of the sockets of a killed rank"
-)
 def test_a_killed_rank_is_named_though_its_child_lives(gloo_pool: GlooPool) -> None:
     """Its child held copies of its sockets, so they stayed open: the rank was named when the child ended, after 12.6 seconds, and
     not within two."""

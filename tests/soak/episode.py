@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from penstock.comm.beat import state_of
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import penstock
-from penstock.comm.beat import state_of
 from penstock.errors import PenstockError
 from tests.soak.model import Bomb, Boom, batch, make_stages, plain_loop
 from tests.soak.script import EXCEPTIONS, LAST, Event, Script

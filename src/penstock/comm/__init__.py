@@ -4,7 +4,6 @@ asked      transport (messages, a store, news of failures), messages (one of the
 processes  distributed (over torch.distributed), accelerator (between devices), line and switchboard (small messages of one
            host), store, collectives (over a tree of messages), host_group (replicas), device_wait
 threads    local (ranks of one process), with baton
-failures   watcher (hears of them), pulse, beat and lifeline (a rank that is silent or gone), whereabouts (where each rank is)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
-from penstock.health.failure import FailureRecord
+from penstock.health.failure import FailureKind, FailureRecord
 from penstock.plan.check_communicators import QueueLayout
 
 _TAG = 0  # communicators have none: NCCL's ignore it
@@ -161,9 +161,9 @@ class AcceleratorTransport(DistributedTransport):
 
     def _look(self) -> None:
         """Raise if a peer is gone without whom the device might wait for ever."""
-        gone = self.pulse.look() or self.pulse.ended()
-        if gone is not None:
-            raise gone.error()
+        for gone in self.detector.lost(self):
+            if gone.kind != FailureKind.LEFT:  # one that has left has done its part
+                raise gone.error()
 
     def explain(self, error: Exception, *, peer: int, what: str) -> PenstockError:
         """A message that could not be posted is missing at its other end, where all later ones would be taken for the one before
@@ -212,6 +212,7 @@ class AcceleratorTransport(DistributedTransport):
         self.generation += 1
         self.whole, self._aborted = None, False
         self._torn, self._broken, self.failed = None, False, None
+        self.detector.forget(self)
         self._switchboard.end(fine=False)  # sockets of before are given up; a step that goes well makes new ones
         self._gloo = self._in_host_memory()
         self._open(self._connected)
@@ -272,8 +273,9 @@ class AcceleratorTransport(DistributedTransport):
 
     def _look_for_others(self) -> None:
         """Raise if nobody is there any more who could wait for this rank, or one is gone without a word."""
-        left = {record.rank: record for _, record in self.store.departures()}
-        gone = [one for one in (self.pulse.look(), *self.pulse.all_ended()) if one is not None and one.rank not in left]
+        lost = self.detector.lost(self)
+        left = {record.rank: record for record in lost if record.kind == FailureKind.LEFT}
+        gone = [record for record in lost if record.rank not in left]
         if gone or (left and self._connected <= left.keys()):
             raise (gone or list(left.values()))[0].error()
 

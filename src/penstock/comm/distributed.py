@@ -23,21 +23,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from penstock.comm.farewell import Farewell
 from penstock.comm.line import Line
 from penstock.comm.messages import Messages, Receive, Send, Work
-from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned, innermost
 from penstock.comm.switchboard import Switchboard
 from penstock.comm.transport import Transport
-from penstock.comm.watcher import Watcher
 from penstock.errors import PenstockError, RanksDisagree, StepTimeout, TransportError
-from penstock.health.failure import NOBODY, FailureRecord
+from penstock.health.failure import NOBODY, FailureKind, FailureRecord
+from penstock.health.monitor import HealthMonitor
 from penstock.health.position import table
+from penstock.health.rendezvous import heartbeat, own_address
 
 HOST_TAG = 0x9E57  # of every message; a user's own messages on the group have other tags
 _BREAK_TAG = 0x9E58  # nothing is ever sent under it
 SIDE_TAG = 0x9E59  # of collectives, which never meet messages of a step
 _SEE_OFF = 10.0  # seconds that the process which holds the store stays for the others at the end
 _EXPLAIN = 3.0  # and after a failure, for them to find out there who has failed
-_CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach the store
+_CAUSE_GRACE = 0.5  # seconds that the reason for a lost connection may take to reach this rank
 
 
 class Gloo(Protocol):
@@ -60,7 +60,7 @@ class DistributedTransport(Transport):
     transport = DistributedTransport.of(mesh.get_group("pp"))
     """
 
-    _broken = _in_step = _closed = _left_well = False
+    _broken = _in_step = _closed = _left_well = _alike = False
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -78,11 +78,12 @@ class DistributedTransport(Transport):
         self.backend_name = _backend_name(group, self.device)
         self.bound = timeout_of(self.backend)
         self.timeout = self.bound.total_seconds()
+        self._group = weakref.ref(group)
+        self.detector = monitor_of_process(patience)
+        self.detector.join(self, self.folder, self.store)
         own_gloo = self.device.type != "cpu" or not isinstance(self.backend, dist.ProcessGroupGloo)
         self._compare_device_types(self.timeout if own_gloo else None)  # all ranks together make one
         self._gloo = self._in_host_memory(group)
-        self.pulse = Pulse(self.rank, self.store, patience=patience, address=own_address())
-        self.pulse.notice({(self.rank + 1) % self.num_ranks, (self.rank - 1) % self.num_ranks})
         self.store.everybody = weakref.WeakMethod(self.everybody)
         holds = "server=TCPServer" in str(innermost(_get_default_store()))
         if holds:
@@ -91,7 +92,6 @@ class DistributedTransport(Transport):
         self.farewell = Farewell(self.store.beside(whole), dist.get_rank(), dist.get_world_size(), holds=holds)
         self._switchboard = Switchboard(self.rank, self.store)
         self._waiter: tuple[float, Callable[[Work], object]] = (-1.0, methodcaller("wait"))
-        self._watcher: Watcher | None = None
         self._torn: FailureRecord | None = None  # why the connections of this group are of no use any more
         self._owner = os.getpid()
         _OPEN.add(self)
@@ -128,24 +128,29 @@ class DistributedTransport(Transport):
             self.store.first("device types", ", ".join(told).encode())
         elif self.store.add("device type/ranks", 1) == self.num_ranks:
             self.store.first("device types", b"alike")
-        if patience is not None or self.store.check("device types"):
-            self._raise_if_unlike(patience or 1.0)
+        if patience is not None:
+            self._raise_if_unlike(patience)
 
     def _raise_if_unlike(self, patience: float) -> None:
-        told = self.store.get("device types", patience).decode(errors="replace")
+        """Wait until all ranks have said what they are on; those that never will are named."""
+        told = self.store.get("device types", patience, look=self._raise_if_lost).decode(errors="replace")
         if told != "alike":
             self.unlike = (
                 f"the stages of a pipeline are on different kinds of device ({told}); give the stages of every rank a device "
                 "of the same kind"
             )
             raise RanksDisagree(self.unlike)
+        self._alike = True
+
+    def _raise_if_lost(self) -> None:
+        for gone in self.detector.lost(self):
+            raise gone.error()
 
     # -- messages
 
     def connect(self, peers: Collection[int]) -> None:
         parent, children = self.family()
         everyone = {*peers, *children, *([] if parent is None else [parent])}
-        self.pulse.watch(everyone)
         if self.store.check("holder"):
             self.store_holder = int(self.store.get("holder", self.timeout))
         for peer in everyone:
@@ -185,34 +190,38 @@ class DistributedTransport(Transport):
         timed_out = ran_out(text)
         if not timed_out and not connection_lost(text):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
-        known = self._known_cause(peer, patience=0.0 if timed_out else _CAUSE_GRACE)
+        known = self.detector.cause(self, 0.0 if timed_out else _CAUSE_GRACE)
         if known is not None:
             # In a step its verdict tells the others; out of one they see this rank's connections end, and ask why.
             self._torn = known if self.in_collective is None else self._post(known)
             return known.error()
         if timed_out:
             late = f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}"
-            self._torn = FailureRecord(self.rank, cause=f"StepTimeout: {late}")
+            self._torn = FailureRecord(self.rank, cause=f"StepTimeout: {late}", kind=FailureKind.TIMEOUT)
             others = self.everybody()  # before they hear of the failure, and go on
-            self._post(self._torn)
+            self.report_failure(self._torn)
             return StepTimeout(f"{late}\n{others}")
-        self._torn = self._post(FailureRecord(peer, cause=f"connection lost during {what}: {text.split('] ', 1)[-1]}"))
+        cause = f"connection lost during {what}: {text.split('] ', 1)[-1]}"
+        self._torn = self.report_failure(FailureRecord(peer, cause=cause, kind=FailureKind.UNREACHABLE))
         return self._torn.error()
 
     def everybody(self) -> str:
-        """Asked through the store: the watchers of the others answer, whatever their main threads do."""
-        try:
-            found = [self.where(), *self.store.ask_around()]
-        except TransportError as error:
-            return f"{table([self.where()], num_ranks=self.num_ranks)}\n({error})"
-        return table(found, num_ranks=self.num_ranks)
+        """Asked over the links: the monitors of the others answer, whatever their main threads do."""
+        return table([self.where(), *self.detector.positions(self)], num_ranks=self.num_ranks)
 
     @property
     def unusable(self) -> str | None:
         return None if self._torn is None else self._torn.cause
 
     def lost(self) -> FailureRecord | None:
-        return self._torn or self.pulse.ended()
+        return self._torn or next(iter(self.detector.lost(self)), None)
+
+    def is_gone(self) -> bool:
+        group = self._group()
+        try:
+            return group is None or dist.get_rank(group) < 0
+        except (ValueError, KeyError, RuntimeError):  # there is no such group any more
+            return True
 
     def _since_torn(self, reason: FailureRecord) -> PenstockError:
         """Why a message of this step came to nothing: another rank has failed, or this one earlier."""
@@ -225,57 +234,24 @@ class DistributedTransport(Transport):
             "Start the job again, from a checkpoint if there is one; if all processes live, make a new process group"
         )
 
-    def _known_cause(self, peer: int, *, patience: float) -> FailureRecord | None:
-        """Why a peer went silent, if the store knows, or comes to know soon."""
-        end = time.monotonic() + patience
-        while True:
-            if patience:  # a process that dies loses its connections one after another; that of a store may be the last
-                time.sleep(0.05)
-            try:
-                record = self.failure() if self.epoch or self.in_collective else None
-                gone = [] if record is not None else self.store.departures()
-            except TransportError:  # the store is gone; that the connection to the peer is lost says more than that
-                return self._heard()
-            if record is not None and record.rank != self.rank:
-                return record
-            if (heard := self._heard()) is not None:  # what a rank did before it left says more than that it left
-                return heard
-            for steps, departed in gone:
-                if departed.rank == peer or (departed.rank != self.rank and steps < self._needed):
-                    return departed
-            if time.monotonic() > end:
-                return None
+    def failure(self) -> FailureRecord | None:
+        return self.detector.known(self)
 
-    def _heard(self) -> FailureRecord | None:
-        return None if self.failed is None or self.failed.rank == NOBODY else self.failed
-
-    def _post(self, record: FailureRecord) -> FailureRecord:
-        with suppress(TransportError):
-            return self.report_failure(record)
-        return record
+    def report_failure(self, record: FailureRecord) -> FailureRecord:
+        return self.detector.report(self, record)
 
     # -- steps
 
     def begin_step(self) -> int:
         if self._torn is not None:
             self.epoch += 1
-            self._post(self._torn)  # for ranks whose own connections were not touched
+            self.report_failure(self._torn)  # for ranks whose own connections were not touched
             raise self._unusable(self._torn)
         super().begin_step()
         self._in_step = True
         self._switchboard.begin(self.epoch)
-        self._watch()
+        self.detector.begin(self)
         return self.epoch
-
-    def _watch(self) -> None:
-        if self._watcher is None:
-            self._watcher = Watcher(self, self.store.clone())
-        self._watcher.begin(self._needed)
-
-    @property
-    def _needed(self) -> int:
-        """Who has left after fewer steps than that will not come to this step, or to this collective."""
-        return self.epoch if self.in_collective is None else self.epoch + 1
 
     def _begin_collective(self) -> None:
         if self._torn is not None:
@@ -284,20 +260,20 @@ class DistributedTransport(Transport):
             self.in_collective = None
         elif self.num_ranks > 1:
             self.failed = None
-            self._watch()
+            self.detector.begin(self, repr(self.in_collective))
+            if not self._alike:
+                self._raise_if_unlike(self.timeout)
 
     def _end_collective(self) -> None:
         if self._in_step:
             return
-        if self._watcher is not None:
-            self._watcher.end()
+        self.detector.end(self)
         if self._torn is not None:
             self.break_connections(self._torn)  # so that nobody waits for this rank
 
     def end_step(self, *, fine: bool = True) -> None:
         self._in_step = False
-        if self._watcher is not None:
-            self._watcher.end()
+        self.detector.end(self)
         if self._torn is not None:
             self.break_connections(self._torn)  # so that nobody waits for this rank in a later step
         else:
@@ -313,9 +289,7 @@ class DistributedTransport(Transport):
 
     def give_up(self, cause: str) -> None:
         if self._torn is None:
-            self._torn = self._post(FailureRecord(self.rank, cause=cause))
-            with suppress(TransportError):
-                self.store.depart(self.epoch, cause)
+            self._torn = self.report_failure(FailureRecord(self.rank, cause=cause, kind=FailureKind.LEFT))
         self.break_connections(self._torn)
 
     def close(self) -> None:
@@ -323,15 +297,11 @@ class DistributedTransport(Transport):
         if self._closed or os.getpid() != self._owner:  # a forked child does not leave in its parent's name
             return
         self._closed = True
-        with suppress(TransportError):  # first the reason: whoever sees that lines end asks why
-            self._left_well = whole = not self._in_step and self.failure() is None
-            done = self.epoch if whole else self.epoch - 1
-            self.store.depart(done, f"it left after step {done}{last_words()}")
+        # First the reason: a rank that sees that its connections end asks why.
+        self._left_well = whole = not self._in_step and self.failure() is None
+        done = self.epoch if whole else self.epoch - 1
+        self.detector.leave(self, steps=done, cause=f"it left after step {done}{last_words()}")
         self._switchboard.close()
-        if self._watcher is not None:
-            self._watcher.end()
-            self._watcher.stop()
-        self.pulse.close()
 
 
 class SideMessages(Messages):
@@ -341,6 +311,14 @@ class SideMessages(Messages):
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self.device = torch.device("cpu")
         self._transport = transport
+
+    @property
+    def awaited(self) -> int | None:
+        return self._transport.awaited
+
+    @awaited.setter
+    def awaited(self, peer: int | None) -> None:
+        self._transport.awaited = peer
 
     def sender(self, peer: int) -> Send:
         return partial(self._transport._gloo.send, dstRank=self.peer(peer), tag=SIDE_TAG)
@@ -357,6 +335,18 @@ class SideMessages(Messages):
 
 _OPEN: weakref.WeakSet[DistributedTransport] = weakref.WeakSet()
 _OF_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, DistributedTransport]] = weakref.WeakKeyDictionary()
+
+
+_MONITORS: dict[tuple[str, float], HealthMonitor] = {}
+
+
+def monitor_of_process(heartbeat: float) -> HealthMonitor:
+    """The monitor of this process, with all its groups; another one only for another network or heartbeat."""
+    inner = innermost(_get_default_store())
+    key = own_address(getattr(inner, "host", None), getattr(inner, "port", None)), heartbeat
+    if key not in _MONITORS or _MONITORS[key].owner != os.getpid():  # those of a parent are closed
+        _MONITORS[key] = HealthMonitor(key[0], heartbeat=heartbeat)
+    return _MONITORS[key]
 
 
 @atexit.register

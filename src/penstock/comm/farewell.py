@@ -6,12 +6,14 @@ processes of all its groups count, and not only those of the holder's own pipeli
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 
-from penstock.comm.pulse import has_ended, this_process
 from penstock.comm.store import DistributedStore
 from penstock.errors import TransportError
+from penstock.health.decoding import read
+from penstock.health.processes import has_ended, own_process
 
 _NAP = 0.02
 
@@ -21,7 +23,7 @@ class Farewell:
 
     def __init__(self, store: DistributedStore, rank: int, num_ranks: int, *, holds: bool) -> None:
         self._store, self._rank, self._num_ranks, self.holds = store, rank, num_ranks, holds
-        store.set(f"here/{rank}", this_process())
+        store.set(f"here/{rank}", json.dumps(own_process()).encode())
 
     def say(self) -> None:
         with suppress(TransportError):
@@ -35,4 +37,7 @@ class Farewell:
                 time.sleep(_NAP)
 
     def _has_left(self, rank: int) -> bool:
-        return self._store.check(f"left/{rank}") or has_ended(self._store.get(f"here/{rank}", 1.0), rank)
+        return self._store.check(f"left/{rank}") or has_ended(*self._process(rank))
+
+    def _process(self, rank: int) -> tuple[str, int, str]:
+        return read(self._store.get(f"here/{rank}", 1.0), tuple[str, int, str], f"the process of rank {rank}")

@@ -3,17 +3,15 @@
     host_group(mesh.get_group()).sum(flags)        # all processes of the group; the tensor is in host memory
 
 Data-parallel replicas meet in the middle of a step, in waits that nothing but the group's own timeout would end if one of them
-is stopped or its host is gone. So each group has a heartbeat (`penstock.comm.pulse`) while a step is on: whoever is silent is
+is stopped or its host is gone. So each group has a heartbeat (`penstock.health`) while a step is on: whoever is silent is
 named, and the connections are broken by force, which ends the waits.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import methodcaller
 
@@ -28,14 +26,16 @@ from penstock.comm.distributed import (
     end_waits,
     folder_of_group,
     gloo_of,
+    monitor_of_process,
     place_in_store,
     ran_out,
 )
 from penstock.comm.messages import Messages, Receive, Send, Work
-from penstock.comm.pulse import Pulse, heartbeat, own_address
 from penstock.comm.store import DistributedStore, cloned
 from penstock.errors import PenstockError, ReplicaFailed, StepTimeout, TransportError
-from penstock.health.failure import FailureRecord
+from penstock.health.failure import FailureKind, FailureRecord
+from penstock.health.position import Whereabouts
+from penstock.health.rendezvous import heartbeat
 
 _GRACE = 0.5  # seconds that a process whose connection is lost may take to end
 
@@ -44,17 +44,19 @@ class HostGroup:
     """The processes of a group, over its own gloo; or, if it has none, one that is made beside it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        place = place_in_store(folder_of_group(group, "host"))
+        folder = folder_of_group(group, "host")
+        place = place_in_store(folder)
         self._gloo = gloo_of(group, place)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._rank = group.rank()
-        patience = heartbeat()
-        self._store = DistributedStore(cloned(place), group.rank(), group.size(), bound=patience)
-        self._pulse = Pulse(group.rank(), self._store, patience=patience, address=own_address())
-        self._others = {*range(group.size())} - {group.rank()}
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self.epoch = self.meetings = 0
+        self.awaited: int | None = None
+        self.failed: FailureRecord | None = None
         self._steps = 0  # that are on: stages of one process may share the group
         self._lost: FailureRecord | None = None
-        self._watcher: threading.Thread | None = None
+        patience = heartbeat()
+        self._detector = monitor_of_process(patience)
+        self._detector.join(self, folder, DistributedStore(cloned(place), self.rank, self.num_ranks, bound=patience))
 
     def sum(self, tensor: Tensor) -> None:
         """Make the tensor the sum over all processes. The wait has the bound of the group."""
@@ -63,53 +65,59 @@ class HostGroup:
     @cached_property
     def messages(self) -> Messages:
         """For collectives over all replicas."""
-        return _ReplicaMessages(self, self._gloo, self._rank, len(self._ranks))
+        return _ReplicaMessages(self, self._gloo, self.rank, self.num_ranks)
 
     # -- steps
 
     def begin(self) -> None:
         """A step begins in which the processes wait for one another."""
-        if self._lost is not None and self._lost.rank != self._rank:
+        self._lost = self._lost or self._gone()
+        if self._lost is not None and self._lost.rank != self.rank:
             raise self._failure(self._lost, " before this step. Start the job again, from a checkpoint if there is one")
         self._steps += 1
-        if self._watcher is None and self._pulse.patience and self._others:
-            self._watcher = threading.Thread(
-                target=_watch, args=(weakref.ref(self),), name="penstock replicas", daemon=True
-            )
-            self._watcher.start()
+        self._detector.begin(self, "a step of data-parallel replicas")
 
     def end(self) -> None:
         self._steps = max(0, self._steps - 1)
+        if not self._steps:
+            self._detector.end(self)
 
     def explain(self, error: BaseException) -> ReplicaFailed | None:
         """What an error of a step has to do with a process of this group that is gone; None: nothing."""
         if self._lost is None and isinstance(error, RuntimeError) and not isinstance(error, PenstockError):
             if not connection_lost(str(error)):
                 return None
-            end = time.monotonic() + _GRACE
-            while (gone := self._gone()) is None and time.monotonic() < end:
-                time.sleep(0.05)
-            self._lost = gone
+            self._detector.cause(self, _GRACE)
+            self._lost = self._gone()
             # For those who wait for this process and have no connection to the other.
             end_waits(self._gloo)
-        return None if self._lost is None or self._lost.rank == self._rank else self._failure(self._lost)
+        return None if self._lost is None or self._lost.rank == self.rank else self._failure(self._lost)
 
     def give_up(self, cause: str) -> None:
         """This process will never come to a meeting again: tell the others, and do not let them wait."""
         if self._lost is None:
-            self._lost = FailureRecord(self._rank, cause=f"its pipeline cannot go on: {cause}")
-            with suppress(TransportError):
-                self._store.set(f"gone/{self._rank}", self._lost.encode())
+            self._lost = FailureRecord(self.rank, cause=f"its pipeline cannot go on: {cause}", kind=FailureKind.LEFT)
+            self._detector.report(self, self._lost)
             end_waits(self._gloo)
 
     def _gone(self) -> FailureRecord | None:
         """Whose process has ended, or who has given up."""
-        ended, posted = self._pulse.ended(), dict[int, FailureRecord]()
-        with suppress(TransportError):
-            for rank in sorted(self._others) if ended is None else [ended.rank]:
-                if self._store.check(f"gone/{rank}"):
-                    posted[rank] = FailureRecord.decode(self._store.get(f"gone/{rank}", _GRACE))
-        return blamed(ended, posted)
+        lost = self._detector.lost(self)
+        posted = {record.rank: record for record in lost if record.kind == FailureKind.LEFT}
+        return blamed(next((record for record in lost if record.rank not in posted), None), posted)
+
+    # -- what the monitor asks
+
+    def break_connections(self, record: FailureRecord) -> None:
+        if self._lost is None and self._steps:
+            self._lost = record
+            end_waits(self._gloo)
+
+    def where(self) -> Whereabouts:
+        return Whereabouts(self.rank, doing="is with its replicas")
+
+    def is_gone(self) -> bool:
+        return False
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -121,22 +129,13 @@ class HostGroup:
 
     def names(self, ranks: list[int]) -> str:
         """Ranks in the group as those of the job."""
-        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self._ranks[rank]) for rank in ranks)
+        return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(self.ranks[rank]) for rank in ranks)
 
     def _failure(self, lost: FailureRecord, when: str = "") -> ReplicaFailed:
         return ReplicaFailed(
             f"{self.names([lost.rank])} of the job, which holds the same stage in another data-parallel replica, failed"
             f"{when}: {lost.cause}"
         )
-
-    def _look(self) -> None:
-        """In the thread of the watcher."""
-        with suppress(PenstockError):
-            self._pulse.watch(self._others)
-        silent = self._pulse.look()
-        if silent is not None and self._lost is None and self._steps:
-            self._lost = silent
-            end_waits(self._gloo)
 
 
 class _ReplicaMessages(Messages):
@@ -167,16 +166,6 @@ def blamed(ended: FailureRecord | None, posted: Mapping[int, FailureRecord]) -> 
     if ended is not None:
         return posted.get(ended.rank, ended)
     return next(iter(posted.values()), None)
-
-
-def _watch(of: weakref.ref[HostGroup]) -> None:
-    while (found := of()) is not None:
-        tick = found._pulse.tick
-        if found._steps:
-            with suppress(TransportError):
-                found._look()
-        del found
-        time.sleep(tick)
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:

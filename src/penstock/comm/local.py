@@ -167,6 +167,7 @@ class LocalTransport(Transport):
 
     def begin_step(self) -> int:
         super().begin_step()
+        self._world.failures.pop(self.epoch - 2, None)  # all ranks are through with that step
         self._watching = True
         self.failed = self.failure()
         return self.epoch
@@ -174,8 +175,11 @@ class LocalTransport(Transport):
     def end_step(self, *, fine: bool = True) -> None:
         self._watching = False
 
+    def failure(self) -> FailureRecord | None:
+        return self._world.failures.get(self.epoch)
+
     def report_failure(self, record: FailureRecord) -> FailureRecord:
-        posted = super().report_failure(record)
+        posted = self._world.failures.setdefault(self.epoch, record)
         for other in self._world.transports:
             if other._watching and other.epoch == self.epoch and other.rank != posted.rank:
                 other.failed = posted
@@ -244,6 +248,7 @@ class LocalWorld:
         self.seed = seed
         self.on_message = on_message
         self.values: dict[str, bytes] = {}
+        self.failures: dict[int, FailureRecord] = {}  # by epoch
         self.transports = [LocalTransport(self, rank) for rank in range(num_ranks)]
         self.errors: list[BaseException | None] = [None] * num_ranks
         self.baton = Baton(num_ranks, self._let_go, seed=seed)

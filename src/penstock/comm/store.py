@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -17,9 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.comm.hushed import hushed
 from penstock.errors import StepTimeout, TransportError
-from penstock.health.decoding import read
-from penstock.health.failure import FailureRecord
-from penstock.health.position import Whereabouts
 
 _FIRST_NAP, _LONGEST_NAP = 0.0005, 0.02
 _BETWEEN_LOOKS = 0.25  # seconds between two looks, while waiting
@@ -112,47 +108,6 @@ class DistributedStore:
 
     def delete(self, key: str) -> None:
         self._call("delete_key", key)
-
-    # -- departures
-
-    def depart(self, steps: int, cause: str) -> None:
-        """This rank leaves for good after so many steps: nobody need wait for it in a later one."""
-        self.set(f"departed/{self._rank}", json.dumps([steps, cause]).encode())
-        self.add("departures", 1)
-
-    def departures(self) -> list[tuple[int, FailureRecord]]:
-        """The ranks that have left, each with the number of its steps; one request as long as nobody has."""
-        if not self.check("departures"):
-            return []
-        gone = [rank for rank in range(self._num_ranks) if self.check(f"departed/{rank}")]
-        posts = [read(self.get(f"departed/{rank}", 1.0), tuple[int, str], "the farewell of a rank") for rank in gone]
-        return [(steps, FailureRecord(rank, cause=cause)) for rank, (steps, cause) in zip(gone, posts, strict=True)]
-
-    # -- where everybody is
-
-    def ask_around(self, patience: float = 3.0) -> list[Whereabouts]:
-        """Where the other ranks are, as far as their watchers answer within so many seconds."""
-        number = self.add("where/asked", 1)
-        end, found = time.monotonic() + patience, dict[int, Whereabouts]()
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        while len(found) < len(others) and time.monotonic() < end:
-            time.sleep(_LONGEST_NAP)
-            for rank in others:
-                if rank not in found and self.check(f"where/{rank}"):
-                    # Not by `get`, which asks around itself when it is late; an answer that is there is never taken away.
-                    answered, _, data = bytes(self._call("get", f"where/{rank}")).partition(b" ")
-                    if answered.isdigit() and int(answered) >= number:
-                        found[rank] = Whereabouts.decode(data)
-        return list(found.values())
-
-    def answer(self, where: Callable[[], Whereabouts], answered: int) -> int:
-        """Tell whoever asks; `answered` is the number of the last question, that of the newest comes back."""
-        if not self.check("where/asked"):
-            return answered
-        number = self.add("where/asked", 0)
-        if number > answered:
-            self.set(f"where/{self._rank}", f"{number} ".encode() + where().encode())
-        return number
 
     def _late(self, text: str) -> StepTimeout:
         ask = None if self.everybody is None else self.everybody()

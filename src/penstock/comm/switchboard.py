@@ -25,12 +25,12 @@ import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
-from penstock.comm.beat import kernel
 from penstock.comm.line import Line
 from penstock.comm.messages import Receive, Send
 from penstock.comm.transport import Store
 from penstock.errors import PenstockError
 from penstock.health.decoding import loads, reading
+from penstock.health.processes import host_identity
 
 _HELLO = struct.Struct("<32sII")  # secret, rank, how often the rank that listens has connected
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
@@ -219,7 +219,7 @@ def _host() -> str:
     needed = ("AF_UNIX", "SOCK_SEQPACKET", "SO_PEERCRED")
     if not all(hasattr(socket, name) for name in needed) or os.environ.get("PENSTOCK_LINES") == "0":
         return ""
-    here = kernel("net", "mnt")
+    here = host_identity("net", "mnt")
     return here and f"{here}/{os.getuid()}"
 
 

@@ -83,8 +83,6 @@ class Transport(Messages):
 
     def __init__(self) -> None:
         self._calls = threading.RLock()  # held by the thread that is in a call
-        # The epochs for which this rank has posted a failure that still stands in the store.
-        self._posted: list[int] = []
 
     # -- messages
 
@@ -133,29 +131,19 @@ class Transport(Messages):
         """Begin the next epoch: from here on ``failed`` tells of other ranks' failures in it."""
         self.epoch += 1
         self.failed = None
-        while self._posted and self._posted[0] < self.epoch - 1:  # all ranks are through with that step
-            self.store.delete(failure_key(self._posted.pop(0)))
         return self.epoch
 
     @abstractmethod
     def end_step(self, *, fine: bool = True) -> None:
         """End the epoch, however the step ended; ``fine`` says whether it went well, which all ranks say alike."""
 
+    @abstractmethod
     def report_failure(self, record: FailureRecord) -> FailureRecord:
-        """Post a failure of this rank in this epoch. The first one stands, and comes back."""
-        if self.in_collective is None and self.epoch not in self._posted:
-            self._posted.append(self.epoch)
-        return FailureRecord.decode(self.store.first(self.failure_key, record.encode()))
+        """Tell all ranks of a failure in this epoch. The first one that is known stands, and comes back."""
 
-    @property
-    def failure_key(self) -> str:
-        """Under which the failure of this step, or of this collective, is posted."""
-        return f"failure/{self.epoch}" if self.in_collective is None else f"failure/collective/{self.meetings}"
-
+    @abstractmethod
     def failure(self) -> FailureRecord | None:
-        """The failure that was posted for this epoch, or this collective, asked of the store now."""
-        key = self.failure_key
-        return FailureRecord.decode(self.store.get(key, self.timeout)) if self.store.check(key) else None
+        """The failure of this epoch that is known by now."""
 
     @property
     def unusable(self) -> str | None:
@@ -210,7 +198,7 @@ class Transport(Messages):
             yield
         finally:
             self._end_collective()
-            self.in_collective = None
+            self.awaited = self.in_collective = None
 
     def _begin_collective(self) -> None:
         """Watch over the other ranks from here on."""
@@ -271,10 +259,6 @@ class Transport(Messages):
             answered = time.perf_counter()
             answers.append((answered - asked, reading.item() - (asked + answered) / 2))
         return min(answers)[1]
-
-
-def failure_key(epoch: int) -> str:
-    return f"failure/{epoch}"
 
 
 def meeting_folder(meeting: int) -> str:

@@ -21,7 +21,7 @@ class Monitored(Protocol):
     awaited: int | None  # the rank whose message is waited for
     failed: FailureRecord | None  # of the current step; read between two actions
 
-    def abort(self, record: FailureRecord) -> None:
+    def break_connections(self, record: FailureRecord) -> None:
         """End every wait by force."""
 
     def where(self) -> Whereabouts: ...

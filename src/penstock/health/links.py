@@ -5,7 +5,7 @@ and gives up when the other host does not answer any more.
 
     listener = Listener("10.0.0.5", heartbeat=10.0)
     link = dial(peer, listener.endpoint, heartbeat=10.0)      # peer: the Endpoint of another process
-    link.send(Frame.FAILURE, b"...")                          # never blocks
+    link.send(FrameKind.FAILURE, b"...")                          # never blocks
     for kind, payload in link.frames(): ...                   # EOFError at the end
 
 A frame is a kind and a length (`<BI`) followed by at most 64 KB. The first frame of the process that dials is HELLO, signed with
@@ -37,7 +37,7 @@ _STRANGERS = 64  # that may be connected without a HELLO
 _TOKEN = 16  # bytes
 
 
-class Frame(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     HELLO = 1  # token of the process that dials, signed
@@ -89,7 +89,7 @@ class HealthLink:
         self._lock = threading.Lock()
         self._in, self._out = bytearray(), bytearray()
 
-    def send(self, kind: Frame, payload: bytes) -> None:
+    def send(self, kind: FrameKind, payload: bytes) -> None:
         """Send a frame, or keep it until there is room; a link that has ended says so where it is read."""
         with self._lock:
             self._out += _HEADER.pack(kind, len(payload)) + payload
@@ -102,7 +102,7 @@ class HealthLink:
                 del self._out[: self.socket.send(self._out, socket.MSG_NOSIGNAL)]
         return not self._out
 
-    def frames(self) -> Iterator[tuple[Frame, bytes]]:
+    def frames(self) -> Iterator[tuple[FrameKind, bytes]]:
         """The frames that have come. EOFError, OSError: it has ended; ValueError: what came is no frame."""
         ended = False
         try:
@@ -113,13 +113,13 @@ class HealthLink:
             pass
         while len(self._in) >= _HEADER.size:
             kind, size = _HEADER.unpack_from(self._in)
-            if size > _LARGEST or (not self.token and (kind, size) != (Frame.HELLO, 2 * _TOKEN)):
+            if size > _LARGEST or (not self.token and (kind, size) != (FrameKind.HELLO, 2 * _TOKEN)):
                 raise ValueError(f"a frame of kind {kind} with {size} bytes")
             if len(self._in) < _HEADER.size + size:
                 break
             payload = bytes(self._in[_HEADER.size : _HEADER.size + size])
             del self._in[: _HEADER.size + size]
-            yield Frame(kind), payload
+            yield FrameKind(kind), payload
         if ended:
             raise EOFError
 
@@ -172,7 +172,7 @@ def dial(peer: Endpoint, own: Endpoint, *, heartbeat: float) -> HealthLink:
     link = HealthLink(sock, peer.token, heartbeat=heartbeat)
     link.endpoint = peer
     token = bytes.fromhex(own.token)
-    link.send(Frame.HELLO, token + _signature(bytes.fromhex(peer.key), token))
+    link.send(FrameKind.HELLO, token + _signature(bytes.fromhex(peer.key), token))
     return link
 
 

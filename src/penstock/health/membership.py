@@ -60,6 +60,7 @@ class Membership:
         self.since = 0.0  # time at which it began
         self.state_sent = False
         self.interrupts = 0
+        self.took_signals = False  # its step or collective has them written to the monitor
         self._aborted = False
         self._forgotten: set[tuple[str, int, int, int, str]] = set()
 
@@ -82,6 +83,12 @@ class Membership:
         if self.activity and awaited == failure.record.rank and failure.record.fatal:
             return True
         return failure.first <= self.epoch <= failure.last
+
+    def is_lost(self, failure: Failure) -> bool:
+        """True if it names another rank that is gone for good, or will not come to the collective that this rank is in."""
+        mine = failure.group == self.group and failure.key not in self._forgotten
+        lasts = failure.last == FOREVER or failure.first <= self.epoch <= failure.last
+        return mine and lasts and failure.record.fatal and failure.record.rank != self.rank
 
     def due(self, heard: Heard, now: float) -> FailureRecord | None:
         """Tell the member of a failure of another rank; the record is returned if its waits are to be ended now."""

@@ -27,12 +27,12 @@ from penstock.errors import PenstockError
 from penstock.health.decoding import read
 from penstock.health.detector import Monitored
 from penstock.health.failure import FailureKind, FailureRecord
-from penstock.health.links import Endpoint, Frame, HealthLink, Listener
+from penstock.health.links import Endpoint, FrameKind, HealthLink, Listener
 from penstock.health.membership import FOREVER, Failure, Heard, Membership
 from penstock.health.peers import Peer, Peers
 from penstock.health.position import Whereabouts
 from penstock.health.processes import STOPPED, state_of
-from penstock.health.rendezvous import RendezvousStore, neighbours, post, posted
+from penstock.health.rendezvous import RendezvousStore, group_in_job, neighbours, post, posted
 from penstock.health.wake_pipe import WakePipe
 
 _KEPT = 1024  # failures
@@ -58,7 +58,7 @@ class HealthMonitor:
         self._questions: dict[str, HealthLink | None] = {}  # where each came from; None: this process
         self._answers: dict[str, list[Whereabouts]] = {}
         self._looked = time.monotonic()
-        self._owner, self._stopping = os.getpid(), False
+        self.owner, self._stopping = os.getpid(), False
         self._peers.selector.register(self._pipe.out, selectors.EVENT_READ, self._pipe)
         self._thread = threading.Thread(target=self._run, name="penstock monitor", daemon=True)
         self._thread.start()
@@ -68,6 +68,7 @@ class HealthMonitor:
 
     def join(self, member: Monitored, group: str, store: RendezvousStore) -> None:
         """Post this process's endpoint in the store of the group, and connect to neighbours that have posted theirs."""
+        group = group_in_job(store, group)
         with self._lock:
             self._members[group] = Membership(member, group)
         weakref.finalize(member, self._dropped.put, group).atexit = False
@@ -83,11 +84,11 @@ class HealthMonitor:
             if mine is None:
                 return
             mine.begin(name, member.epoch)
-            self._tell(mine)
+            if self._failures:
+                self.wake()  # the thread tells it of what is known already
             for peer in self._peers:
                 self._compare(peer, mine)
-        if not name:
-            self._pipe.take_signals()
+        mine.took_signals = self._pipe.take_signals()
 
     def end(self, member: Monitored) -> None:
         with self._lock:
@@ -97,7 +98,9 @@ class HealthMonitor:
             if mine.state_sent:
                 self._send_state(mine, member, "")
             mine.activity, mine.epoch = None, member.epoch
-        self._pipe.return_signals()
+        if mine.took_signals:
+            mine.took_signals = False
+            self._pipe.return_signals()
 
     def report(self, member: Monitored, record: FailureRecord) -> FailureRecord:
         with self._lock:
@@ -131,9 +134,7 @@ class HealthMonitor:
             mine = self._membership(member)
             if mine is None:
                 return []
-            found = [one.failure for one in self._failures.values() if one.failure.record.fatal]
-            concern = [one for one in found if one.last == FOREVER or one.first <= mine.epoch <= one.last]
-            return [one.record for one in concern if mine.counts(one, one.record.rank) and one.record.rank != mine.rank]
+            return [heard.failure.record for heard in self._failures.values() if mine.is_lost(heard.failure)]
 
     def forget(self, member: Monitored) -> None:
         """The ranks of a group have connected again: what was heard before does not count any more."""
@@ -148,14 +149,14 @@ class HealthMonitor:
             if mine is None:
                 return []
             self._questions[question], self._answers[question] = None, []
-            self._peers.flood(Frame.ASK, _encoded(question, mine.group))
+            self._peers.flood(FrameKind.ASK, _encoded(question, mine.group))
             self._heard.wait_for(lambda: len(self._answers[question]) >= mine.num_ranks - 1, timeout)
             return self._answers.pop(question)
 
     def leave(self, member: Monitored, *, steps: int, cause: str) -> None:
         with self._lock:
             mine = self._membership(member)
-            if mine is not None and os.getpid() == self._owner:
+            if mine is not None and os.getpid() == self.owner:
                 self._leave(mine, steps, cause)
 
     def close(self) -> None:
@@ -179,6 +180,11 @@ class HealthMonitor:
 
     def joined(self, group: str) -> bytes:
         return _encoded(group, self._members[group].rank, self.endpoint.encode().decode())
+
+    def send_known(self, link: HealthLink, group: str) -> None:
+        for heard in self._failures.values():
+            if heard.flooded and heard.failure.group == group:
+                link.send(FrameKind.FAILURE, heard.failure.encode())
 
     def shared(self, peer: Peer) -> list[str]:
         return [group for group in peer.ranks if group in self._members]
@@ -208,7 +214,7 @@ class HealthMonitor:
                     del self._failures[next(iter(self._failures))]
             if flood and not heard.flooded:
                 heard.flooded = True
-                self._peers.flood(Frame.FAILURE, failure.encode(), origin)
+                self._peers.flood(FrameKind.FAILURE, failure.encode(), origin)
             self._heard.notify_all()
         self.wake()
 
@@ -217,17 +223,18 @@ class HealthMonitor:
         due, member = [], mine.member
         for heard in list(self._failures.values()):
             record = mine.due(heard, time.monotonic())
-            if member is not None and mine.activity is not None and mine.counts(heard.failure, member.awaited):
+            counts = member is not None and mine.activity is not None and mine.counts(heard.failure, member.awaited)
+            if counts and not heard.flooded:
                 self._adopt(heard.failure)  # a farewell is told on only when somebody waits for the rank that left
             if record is not None and member is not None:
-                due.append(partial(member.abort, record))
+                due.append(partial(member.break_connections, record))
         return due
 
     def _leave(self, mine: Membership, steps: int, cause: str) -> None:
         del self._members[mine.group]
         for peer in self._peers:
             if peer.ranks.pop(mine.group, None) is not None:
-                peer.send(Frame.BYE, _encoded(mine.group, mine.rank, steps, cause))
+                peer.send(FrameKind.BYE, _encoded(mine.group, mine.rank, steps, cause))
         self._peers.part()
 
     def _drop(self, group: str) -> None:
@@ -296,14 +303,15 @@ class HealthMonitor:
 
     def _interrupt(self, times: int) -> None:
         """Ctrl-C becomes a failure of this rank, so that the others drain; a second one ends its waits by force."""
-        for mine in [one for one in list(self._members.values()) if one.activity == "" and times]:
+        for mine in [one for one in list(self._members.values()) if one.activity is not None and times]:
             member = mine.member
             mine.interrupts += times
             cause = "KeyboardInterrupt: interrupted by SIGINT"
             record = FailureRecord(mine.rank, cause=cause, kind=FailureKind.INTERRUPTED)
-            self._adopt(Failure(mine.group, mine.epoch, mine.epoch, record))
+            if mine.activity == "" or mine.interrupts > 1:  # a collective goes on to its end, if it can
+                self._adopt(Failure(mine.group, mine.epoch, mine.epoch, record))
             if mine.interrupts > 1 and member is not None:
-                member.abort(record)
+                member.break_connections(record)
 
     def _read(self, link: HealthLink) -> None:
         try:
@@ -313,33 +321,34 @@ class HealthMonitor:
         except (EOFError, OSError, ValueError, PenstockError) as error:  # or what came makes no sense
             self._peers.ended(link, error)
 
-    def _on(self, link: HealthLink, kind: Frame, payload: bytes) -> None:
-        if kind is Frame.HELLO:
+    def _on(self, link: HealthLink, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.HELLO:
             self._peers.welcome(link, payload)
             return
         peer = self._peers.get(link.token)
         match kind:
-            case Frame.JOIN:
+            case FrameKind.JOIN:
                 group, rank, where = read(payload, tuple[str, int, str], "a JOIN")
                 peer.endpoint = Endpoint.decode(where.encode(), f"rank {rank}")
                 peer.ranks[group] = rank
-            case Frame.FAILURE:
+                self.send_known(link, group)
+            case FrameKind.FAILURE:
                 self._adopt(Failure.decode(payload), link)
-            case Frame.BYE:
+            case FrameKind.BYE:
                 group, rank, steps, cause = read(payload, tuple[str, int, int, str], "a BYE")
                 peer.ranks.pop(group, None)
                 left = FailureRecord(rank, cause=cause, kind=FailureKind.LEFT)
                 self._adopt(Failure(group, steps + 1, FOREVER, left), link, flood=False)
-            case Frame.ASK:
+            case FrameKind.ASK:
                 self._on_question(link, payload)
-            case Frame.ANSWER:
+            case FrameKind.ANSWER:
                 question, position = read(payload, tuple[str, str], "an ANSWER")
                 if question in self._answers:
                     self._answers[question].append(Whereabouts.decode(position.encode()))
                     self._heard.notify_all()
                 elif (back := self._questions.get(question)) is not None:
-                    back.send(Frame.ANSWER, payload)
-            case Frame.STATE:
+                    back.send(FrameKind.ANSWER, payload)
+            case FrameKind.STATE:
                 group, _, steps, number, name = read(payload, tuple[str, int, int, int, str], "a STATE")
                 peer.states[group] = steps, number, name
                 if group in self._members:
@@ -352,11 +361,11 @@ class HealthMonitor:
         self._questions[question] = link
         if len(self._questions) > _KEPT:
             del self._questions[next(iter(self._questions))]
-        self._peers.flood(Frame.ASK, payload, link)
+        self._peers.flood(FrameKind.ASK, payload, link)
         mine = self._members.get(group)
         member = None if mine is None else mine.member
         if member is not None:
-            link.send(Frame.ANSWER, _encoded(question, member.where().encode().decode()))
+            link.send(FrameKind.ANSWER, _encoded(question, member.where().encode().decode()))
 
     # -- ranks that part ways
 
@@ -364,7 +373,7 @@ class HealthMonitor:
         state = _encoded(mine.group, mine.rank, member.epoch, member.meetings, name)
         for peer in self._peers:
             if mine.group in peer.ranks:
-                peer.send(Frame.STATE, state)
+                peer.send(FrameKind.STATE, state)
 
     def _compare(self, peer: Peer, mine: Membership) -> None:
         """A rank that waits in a later collective with fewer steps behind it will never come to this step."""
@@ -373,7 +382,7 @@ class HealthMonitor:
         if member is None or rank is None or mine.activity != "" or not name:
             return
         if steps < mine.epoch and number > member.meetings:
-            went = FailureRecord(rank, cause=f"after step {steps} it went to exchange {name}", kind=FailureKind.LEFT)
+            went = FailureRecord(rank, cause=f"after step {steps} it went to {name}", kind=FailureKind.LEFT)
             cause = f"it is in step {mine.epoch} instead of {name}"
             stayed = FailureRecord(mine.rank, cause=cause, kind=FailureKind.LEFT)
             self._adopt(Failure(mine.group, mine.epoch, FOREVER, went))

@@ -11,8 +11,8 @@ from errno import EHOSTUNREACH, ENETUNREACH, ETIMEDOUT
 from typing import Protocol
 
 from penstock.health.failure import FailureKind
-from penstock.health.links import Endpoint, Frame, HealthLink, Listener, dial
-from penstock.health.processes import state_of
+from penstock.health.links import Endpoint, FrameKind, HealthLink, Listener, dial
+from penstock.health.processes import has_ended
 
 _ENDED = "its process has ended"
 _NO_ANSWER = (ETIMEDOUT, EHOSTUNREACH, ENETUNREACH)
@@ -29,7 +29,7 @@ class Peer:
         self.states: dict[str, tuple[int, int, str]] = {}  # by group: steps done, number and name of the collective
         self.stopped: float | None = None  # since when its process has been stopped
 
-    def send(self, kind: Frame, payload: bytes) -> None:
+    def send(self, kind: FrameKind, payload: bytes) -> None:
         for link in self.links[:1]:
             link.send(kind, payload)
 
@@ -39,6 +39,9 @@ class Owner(Protocol):
 
     def joined(self, group: str) -> bytes:
         """The payload of a JOIN."""
+
+    def send_known(self, link: HealthLink, group: str) -> None:
+        """Send the failures of a group that were flooded before there was this link."""
 
     def shared(self, peer: Peer) -> list[str]:
         """The groups that are shared with a process now."""
@@ -65,7 +68,7 @@ class Peers:
     def get(self, token: str) -> Peer:
         return self._by_token.setdefault(token, Peer(token))
 
-    def flood(self, kind: Frame, payload: bytes, origin: HealthLink | None = None) -> None:
+    def flood(self, kind: FrameKind, payload: bytes, origin: HealthLink | None = None) -> None:
         """Send to all but the one that it came from."""
         for peer in self:
             if origin not in peer.links:
@@ -88,12 +91,12 @@ class Peers:
             peer.endpoint = endpoint
             peer.ranks[group] = rank
             if peer.links:
-                peer.send(Frame.JOIN, self._owner.joined(group))
+                peer.send(FrameKind.JOIN, self._owner.joined(group))
                 return
         try:
             self._connect(peer)
         except OSError:
-            if self._has_ended(endpoint):
+            if has_ended(endpoint.host, endpoint.process, endpoint.started):
                 self._owner.lost_peer(peer, FailureKind.ENDED, _ENDED)
 
     def _connect(self, peer: Peer) -> None:
@@ -102,17 +105,12 @@ class Peers:
         link = dial(peer.endpoint, self._listener.endpoint, heartbeat=self._listener.heartbeat)
         with self._lock:
             for group in self._owner.shared(peer):
-                link.send(Frame.JOIN, self._owner.joined(group))
+                link.send(FrameKind.JOIN, self._owner.joined(group))
+                self._owner.send_known(link, group)
             peer.links.append(link)
             self._by_token[peer.token] = peer
             self._watch(link)
         self._owner.wake()
-
-    def _has_ended(self, endpoint: Endpoint) -> bool:
-        """True if a process of this host is known to be over; of other hosts that is not known."""
-        state, started = state_of(endpoint.process)
-        own = self._listener.endpoint.host
-        return endpoint.host == own != "" and (started != endpoint.started or state == "Z")
 
     def accept(self) -> None:
         for link in self._listener.accept():

@@ -29,6 +29,12 @@ def host_identity(*namespaces: str) -> str:
     return hashlib.sha256(f"{boot}{names}".encode()).hexdigest()
 
 
+def has_ended(host: str, process: int, started: str) -> bool:
+    """True if a process of this host is known to be over; of other hosts that is not known."""
+    state, since = state_of(process)
+    return host == own_process()[0] != "" and (since != started or state == "Z")
+
+
 def own_process() -> tuple[str, int, str]:
     """Host, number and start of this process: what another process of the host needs to read its state."""
     return host_identity("pid", "net"), os.getpid(), state_of(os.getpid())[1]

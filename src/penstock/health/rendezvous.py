@@ -7,20 +7,39 @@ without any one rank, and the longest path between two ranks grows with the loga
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
 from contextlib import suppress
 from typing import Protocol
 
+from penstock.errors import PenstockError
 from penstock.health.links import Endpoint
 
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_SHORTEST = 0.5  # seconds; a shorter heartbeat would be more looks than work
+
+
+def heartbeat() -> float:
+    """Seconds after which a silent rank counts as lost: PENSTOCK_HEARTBEAT in the environment, or 10. 0: never."""
+    given = os.environ.get("PENSTOCK_HEARTBEAT", "10")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if seconds != 0.0 and not _SHORTEST <= seconds < float("inf"):
+        raise PenstockError(
+            f"PENSTOCK_HEARTBEAT={given!r}; expected seconds such as 10, at least {_SHORTEST}, or 0 for no heartbeat"
+        )
+    return seconds
 
 
 class RendezvousStore(Protocol):
     """The calls of a store that a rendezvous makes."""
 
     def set(self, key: str, value: bytes) -> None: ...
+
+    def first(self, key: str, value: bytes) -> bytes: ...
 
     def check(self, key: str) -> bool: ...
 
@@ -37,6 +56,11 @@ def neighbours(rank: int, size: int) -> list[int]:
     if rank:
         found.add((rank - 1) // 2)
     return sorted(other for other in found if other < size and other != rank)
+
+
+def group_in_job(store: RendezvousStore, group: str) -> str:
+    """A name of the group that no group of another job has: a process may be in several jobs, one after another."""
+    return f"{group}/{store.first('group', secrets.token_hex(8).encode()).decode(errors='replace')}"
 
 
 def post(store: RendezvousStore, rank: int, endpoint: Endpoint) -> None:

@@ -21,10 +21,16 @@ class WakePipe:
         with suppress(OSError):
             os.write(self._in, b"\0")
 
-    def take_signals(self) -> None:
-        """Have signals written here from now on, in addition to where they were written before; in the main thread only."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+    def take_signals(self) -> bool:
+        """Have signals written here from now on, in addition to where they were written before; in the main thread only. False
+        if that was so already."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+        if before == self._in:
+            return False
+        self._before = before
+        return True
 
     def return_signals(self) -> None:
         if self._before is not None and threading.current_thread() is threading.main_thread():

@@ -28,7 +28,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.comm.bell import BellThread
 from penstock.comm.transport import Transport
 from penstock.errors import PenstockError
 from penstock.health.position import Whereabouts, table
@@ -105,7 +104,7 @@ def _reading(stack: list[tuple[str, str, str]]) -> tuple[bool, str]:
     return waits, ""
 
 
-class Lookout(BellThread):
+class Lookout:
     """Writes from when it is made until `close`, or until the transport is gone."""
 
     def __init__(self, transport: Transport, folder: str | Path) -> None:
@@ -118,7 +117,11 @@ class Lookout(BellThread):
         self._transport = weakref.ref(transport)
         self._file = self.folder / f"rank-{transport.rank}.json"
         self._put(transport)
-        super().__init__("penstock lookout")
+        self._stopping = False
+        self._bell, self._button = os.pipe()  # whatever is written to the second wakes the thread
+        for end in (self._bell, self._button):
+            os.set_blocking(end, False)
+        self._thread = threading.Thread(target=self._listen, name="penstock lookout", daemon=True)
         self._shows = _hear_signal(self._button)
         self._thread.start()
 
@@ -149,7 +152,15 @@ class Lookout(BellThread):
             if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # else the program has a handler of its own by now
                 faulthandler.unregister(signal.SIGUSR1)
             _SHOWS.release()
-        self.stop()
+        self._stopping = True
+        with suppress(OSError):
+            os.write(self._button, b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            for end in (self._bell, self._button):
+                with suppress(OSError):
+                    os.close(end)
         self._file.unlink(missing_ok=True)
 
 
