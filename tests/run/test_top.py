@@ -43,6 +43,7 @@ class Slow(nn.Linear):
 
 def make(folder: str | None, *, slow: int = 1, **options: Any) -> tuple[penstock.Pipeline, Slow]:
     rank = dist.get_rank()
+    torch.manual_seed(0)  # all ranks draw the same batch
     module = Slow(4, 4)
     stage = penstock.PipelineStage(module, rank, dist.get_world_size(), "cpu")
     pipe = penstock.Pipeline(
@@ -148,7 +149,7 @@ def late() -> str:
 @pytest.mark.processes
 @pytest.mark.xdist_group("gloo")
 def test_a_timeout_says_where_everybody_was(gloo_pool: GlooPool) -> None:
-    """Without any folder: the watchers of the others answer through the store."""
+    """Without any folder: the monitors of the others answer over their links."""
     first, second = gloo_pool.run(2, late)
     assert first.startswith("StepTimeout: rank 0 waited 1 s for a message of the step, rank 1\nrank  step"), first
     assert "waits for rank 1" in first
