@@ -158,6 +158,24 @@ def test_a_rank_that_leaves_is_named_where_it_is_waited_for() -> None:
         )
 
 
+def test_a_rank_that_left_before_another_joined_is_named_there() -> None:
+    """Its process lives on, and once knew nobody to take leave of."""
+    store, early, late = Values(), Member(1, 2), Member(0, 2)
+    with ExitStack() as ends:
+        monitors = [HealthMonitor(LOOPBACK, heartbeat=10.0) for _ in range(2)]
+        for monitor in monitors:
+            ends.callback(monitor.close)
+        monitors[1].join(early, "group", store)
+        begin(monitors[1], early)
+        monitors[1].end(early)
+        monitors[1].leave(early, steps=1, cause="it left after step 1")
+        monitors[0].join(late, "group", store)
+        late.epoch = 1
+        begin(monitors[0], late)
+        until(lambda: late.aborted)
+        assert late.aborted == [FailureRecord(1, cause="it left after step 1", kind=FailureKind.LEFT)]
+
+
 def test_a_rank_whose_group_was_destroyed_or_dropped_has_left() -> None:
     for how in ("destroyed", "dropped"):
         with job(3) as (monitors, members, _):

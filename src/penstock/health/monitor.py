@@ -55,6 +55,7 @@ class HealthMonitor:
         self._members: dict[str, Membership] = {}
         self._peers = Peers(self, listener, self._lock)
         self._failures: dict[tuple[str, int, int, int, str], Heard] = {}
+        self._left: dict[str, bytes] = {}  # by group that this process has left: its BYE, for ranks that join later
         self._questions: dict[str, HealthLink | None] = {}  # where each came from; None: this process
         self._answers: dict[str, list[Whereabouts]] = {}
         self._looked = time.monotonic()
@@ -71,6 +72,7 @@ class HealthMonitor:
         group = group_in_job(store, group)
         with self._lock:
             self._members[group] = Membership(member, group)
+            self._left.pop(group, None)
         weakref.finalize(member, self._dropped.put, group).atexit = False
         post(store, member.rank, self.endpoint)
         for rank in neighbours(member.rank, member.num_ranks):
@@ -232,9 +234,12 @@ class HealthMonitor:
 
     def _leave(self, mine: Membership, steps: int, cause: str) -> None:
         del self._members[mine.group]
+        bye = self._left[mine.group] = _encoded(mine.group, mine.rank, steps, cause)
+        if len(self._left) > _KEPT:
+            del self._left[next(iter(self._left))]
         for peer in self._peers:
             if peer.ranks.pop(mine.group, None) is not None:
-                peer.send(FrameKind.BYE, _encoded(mine.group, mine.rank, steps, cause))
+                peer.send(FrameKind.BYE, bye)
         self._peers.part()
 
     def _drop(self, group: str) -> None:
@@ -330,7 +335,10 @@ class HealthMonitor:
             case FrameKind.JOIN:
                 group, rank, where = read(payload, tuple[str, int, str], "a JOIN")
                 peer.endpoint = Endpoint.decode(where.encode(), f"rank {rank}")
-                peer.ranks[group] = rank
+                if group in self._left:
+                    link.send(FrameKind.BYE, self._left[group])
+                else:  # its own member of the group may still come
+                    peer.ranks[group] = rank
                 self.send_known(link, group)
             case FrameKind.FAILURE:
                 self._adopt(Failure.decode(payload), link)

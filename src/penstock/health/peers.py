@@ -160,6 +160,7 @@ class Peers:
                     link.flush()
                     with suppress(OSError):
                         link.socket.shutdown(socket.SHUT_WR)  # it is closed when the other end has read everything
+                del self._by_token[peer.token]  # whoever shares a group with it later makes another link
 
     def end_strangers(self) -> None:
         for link in self._listener.tired_of(self._strangers):
