@@ -33,7 +33,7 @@ from penstock.comm.device_wait import wait_for_device
 from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last_words, place_in_store
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
-from penstock.health.failure import FailureKind, FailureRecord
+from penstock.health.failure import FailureKind, FailureRecord, split_by_farewell
 from penstock.plan.check_communicators import QueueLayout
 
 _TAG = 0  # communicators have none: NCCL's ignore it
@@ -109,9 +109,13 @@ class AcceleratorTransport(DistributedTransport):
 
     def _communicators(self) -> list[Communicator]:
         """All that are there, each once."""
-        found = [] if self.whole is None else [self.whole]
-        found += (each for way in self._ways.values() for each in way.pair or ())
-        return list({id(each): each for each in found}.values())
+        found: dict[int, Communicator] = {}
+        if self.whole is not None:
+            found[id(self.whole)] = self.whole
+        for way in self._ways.values():
+            for each in way.pair or ():
+                found[id(each)] = each
+        return list(found.values())
 
     def sender(self, peer: int) -> Send:
         return self._way(peer).send
@@ -273,9 +277,7 @@ class AcceleratorTransport(DistributedTransport):
 
     def _look_for_others(self) -> None:
         """Raise if nobody is there any more who could wait for this rank, or one is gone without a word."""
-        lost = self.detector.lost(self)
-        left = {record.rank: record for record in lost if record.kind == FailureKind.LEFT}
-        gone = [record for record in lost if record.rank not in left]
+        left, gone = split_by_farewell(self.detector.lost(self))
         if gone or (left and self._connected <= left.keys()):
             raise (gone or list(left.values()))[0].error()
 

@@ -33,7 +33,7 @@ from penstock.comm.distributed import (
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.comm.store import DistributedStore, cloned
 from penstock.errors import PenstockError, ReplicaFailed, StepTimeout, TransportError
-from penstock.health.failure import FailureKind, FailureRecord
+from penstock.health.failure import FailureKind, FailureRecord, split_by_farewell
 from penstock.health.position import Whereabouts
 from penstock.health.rendezvous import heartbeat
 
@@ -102,9 +102,8 @@ class HostGroup:
 
     def _gone(self) -> FailureRecord | None:
         """Whose process has ended, or who has given up."""
-        lost = self._detector.lost(self)
-        posted = {record.rank: record for record in lost if record.kind == FailureKind.LEFT}
-        return blamed(next((record for record in lost if record.rank not in posted), None), posted)
+        left, silent = split_by_farewell(self._detector.lost(self))
+        return blamed(next(iter(silent), None), left)
 
     # -- what the monitor asks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -73,3 +74,12 @@ class FailureRecord:
         if self.out_of_memory:
             return OutOfMemory(self.rank, self.action, self.cause)
         return PeerFailed(self.rank, self.stage, self.action, self.microbatch, self.cause)
+
+
+def split_by_farewell(lost: Sequence[FailureRecord]) -> tuple[dict[int, FailureRecord], list[FailureRecord]]:
+    """Of ranks that are gone: the records of those that have left, by rank, and of those that are gone without a word."""
+    left: dict[int, FailureRecord] = {}
+    for record in lost:
+        if record.kind == FailureKind.LEFT:
+            left[record.rank] = record
+    return left, [record for record in lost if record.rank not in left]

@@ -72,9 +72,9 @@ class Membership:
         self.activity, self.epoch, self.since = activity, epoch, time.monotonic()
         self.interrupts, self.state_sent, self._aborted = 0, False, False
 
-    def forget(self, failures: Iterable[Failure]) -> None:
-        """Let these not count any more: the group has been connected again."""
-        self._forgotten |= {failure.key for failure in failures}
+    def forget(self, keys: Iterable[tuple[str, int, int, int, str]]) -> None:
+        """Let these failures not count any more: the group has been connected again."""
+        self._forgotten.update(keys)
 
     def counts(self, failure: Failure, awaited: int | None) -> bool:
         """True if a failure concerns what this rank does now."""

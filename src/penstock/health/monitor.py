@@ -143,7 +143,7 @@ class HealthMonitor:
         with self._lock:
             mine = self._membership(member)
             if mine is not None:
-                mine.forget(heard.failure for heard in self._failures.values())
+                mine.forget(self._failures)
 
     def positions(self, member: Monitored, timeout: float = 3.0) -> list[Whereabouts]:
         with self._lock:
@@ -199,7 +199,14 @@ class HealthMonitor:
     # -- failures
 
     def _membership(self, member: Monitored) -> Membership | None:
-        return next((one for one in self._members.values() if one.member is member), None)
+        for mine in self._members.values():
+            if mine.member is member:
+                return mine
+        return None
+
+    def _is_busy(self) -> bool:
+        """True if any member is in a step or a collective."""
+        return any(mine.activity is not None for mine in list(self._members.values()))
 
     def _counting(self, mine: Membership, member: Monitored) -> Iterator[FailureRecord]:
         for heard in self._failures.values():
@@ -252,8 +259,7 @@ class HealthMonitor:
 
     def _run(self) -> None:
         while not self._stopping:
-            busy = any(mine.activity is not None for mine in list(self._members.values()))
-            tick = min(_TICK if busy else _REST, self.heartbeat / 5 or _REST)
+            tick = min(_TICK if self._is_busy() else _REST, self.heartbeat / 5 or _REST)
             with self._lock:
                 tick = tick if self._peers.flush() else 0.02
             for key, _ in self._peers.selector.select(tick):
@@ -291,7 +297,7 @@ class HealthMonitor:
         """Find processes of this host that are stopped. Time in which this process did not look does not count: it may have been
         stopped itself."""
         unseen, self._looked = now - self._looked - max(_REST, self.heartbeat / 4) - _TICK, now
-        if not self.heartbeat or not any(mine.activity is not None for mine in self._members.values()):
+        if not self.heartbeat or not self._is_busy():
             return
         for peer in self._peers:
             there = peer.endpoint
@@ -308,7 +314,9 @@ class HealthMonitor:
 
     def _interrupt(self, times: int) -> None:
         """Ctrl-C becomes a failure of this rank, so that the others drain; a second one ends its waits by force."""
-        for mine in [one for one in list(self._members.values()) if one.activity is not None and times]:
+        for mine in list(self._members.values()):
+            if mine.activity is None or not times:
+                continue
             member = mine.member
             mine.interrupts += times
             cause = "KeyboardInterrupt: interrupted by SIGINT"

@@ -177,9 +177,11 @@ class Peers:
 
     def abandon(self) -> None:
         """Close this process's copies of all descriptors; another process that has one keeps the links open."""
-        links = [*self._strangers, *(link for peer in self for link in peer.links)]
-        for link in links:
+        for link in self._strangers:
             link.socket.close()
+        for peer in self:
+            for link in peer.links:
+                link.socket.close()
         self._listener.socket.close()
         self.selector.close()
         self._by_token, self._strangers = {}, []

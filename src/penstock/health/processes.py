@@ -20,13 +20,15 @@ def state_of(process: int) -> tuple[str, str]:
 
 def host_identity(*namespaces: str) -> str:
     """Equal for two processes if and only if they have one kernel and share these of its namespaces; "" if unknown."""
+    identity = hashlib.sha256()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
-        found = [Path(f"/proc/self/ns/{name}").stat() for name in namespaces]
+        identity.update(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+        for name in namespaces:
+            space = Path(f"/proc/self/ns/{name}").stat()
+            identity.update(f"{space.st_dev}:{space.st_ino},".encode())
     except OSError:
         return ""
-    names = [f"{space.st_dev}:{space.st_ino}" for space in found]
-    return hashlib.sha256(f"{boot}{names}".encode()).hexdigest()
+    return identity.hexdigest()
 
 
 def has_ended(host: str, process: int, started: str) -> bool:
