@@ -192,8 +192,7 @@ class DistributedTransport(Transport):
             return TransportError(f"rank {self.rank}, {what}, rank {peer}: {text}")
         known = self.detector.cause(self, 0.0 if timed_out else _CAUSE_GRACE)
         if known is not None:
-            # In a step its verdict tells the others; out of one they see this rank's connections end, and ask why.
-            self._torn = known if self.in_collective is None else self._post(known)
+            self._torn = known
             return known.error()
         if timed_out:
             late = f"rank {self.rank} waited {self.timeout:g} s for {what}, rank {peer}"

@@ -125,11 +125,20 @@ class HealthMonitor:
             if mine is None:
                 return None
 
-            def others() -> list[FailureRecord]:
-                return [record for record in self._counting(mine, member) if record.rank != mine.rank]
+            def other() -> Failure | None:
+                for heard in self._failures.values():
+                    if heard.failure.record.rank != mine.rank and mine.counts(heard.failure, member.awaited):
+                        return heard.failure
+                return None
 
-            self._heard.wait_for(others, timeout)
-            return next(iter(others()), None)
+            self._heard.wait_for(other, timeout)
+            found = other()
+            if found is None:
+                return None
+            # Out of a step there is no verdict: the others see this rank's connections end, and ask why.
+            first = min(found.first, mine.epoch) if mine.activity else found.first
+            self._adopt(Failure(found.group, first, found.last, found.record))
+            return found.record
 
     def lost(self, member: Monitored) -> list[FailureRecord]:
         with self._lock:
