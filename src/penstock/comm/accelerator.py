@@ -225,8 +225,9 @@ class AcceleratorTransport(DistributedTransport):
         """Wait until all ranks have said that they go on: the last one says so, unless one that cannot wait any longer has
         declined. From which step they go on comes back."""
         key = f"rejoin/{self.generation}"
+        decided = self.store.check(key)  # a rank that comes here again counts once
         self.store.set(f"{key}/{self.rank}", str(self.epoch).encode())
-        if self.store.add(f"{key}/ranks", 1) == self.num_ranks:
+        if not decided and self.store.add(f"{key}/ranks", 1) == self.num_ranks:
             epochs = [int(self.store.get(f"{key}/{rank}", self.timeout)) for rank in range(self.num_ranks)]
             self.store.first(key, f"go {max(epochs)}".encode())
         try:
