@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from penstock.comm.beat import state_of
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.health.processes import state_of
 from tests.soak.model import Bomb, Boom, batch, make_stages, plain_loop
 from tests.soak.script import EXCEPTIONS, LAST, Event, Script
 

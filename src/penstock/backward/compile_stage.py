@@ -176,11 +176,12 @@ class CompiledStage:
         graph, are not deferred: hooks would hear of two gradients, one of I and one of W.
         """
         assert self.deferral is not None, "only a split backward defers"
+        own = {id(parameter) for parameter in self.module.parameters()}  # other leaves are inputs of the stage
         graphs: list[dict[int, Tensor]] = []  # the parameters of each
         outside = {id(root) for root in roots if root.is_leaf}
         for node in nodes_reached(roots):
             leaves = [getattr(following, "variable", None) for following, _ in node.next_functions]
-            used = {id(leaf): leaf for leaf in leaves if leaf is not None}
+            used = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) in own}
             if node.name().startswith("CompiledFunction"):
                 graphs.append(used)
             else:

@@ -8,8 +8,9 @@
     with state.replayed(before):
         module(x)                  # with the state of the first run; the state of now is put back afterwards
 
-In the first step all state is copied and compared, which shows what the forwards change. Later steps copy that alone, and the
-attributes of the user's own modules. State inside other Python objects is not seen.
+Before each forward, random states are copied, and the attributes and containers of the user's own modules. Buffers and other
+tensors are copied in the first step, which shows those that forwards change; later steps copy these alone. State inside other
+Python objects is not seen.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from penstock.nest import Value
 from penstock.stage.buffers import CONTAINERS, Before, Buffers, Modes, Tables, accelerators
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # tables that every module has: parameters, hooks and the like
-Container = tuple[int, str]
-"""A container in an attribute: the position of its module, and the name of the attribute."""
 
 
 class Source(NamedTuple):
@@ -37,10 +36,6 @@ class Source(NamedTuple):
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
-
-    def is_at(self, state: Value) -> bool:
-        """Return True if no number was drawn since `get` returned `state`."""
-        return _equal(self.get(), state)
 
 
 class Snapshot(NamedTuple):
@@ -67,60 +62,38 @@ class ModuleState:
         self.of_torch = [] if keyed else [Source(torch.get_rng_state, torch.set_rng_state), *map(_of_device, devices)]
         self.parts: list[nn.Module] = []
         self.modes: Modes = ()
-        self.looked = False  # whether a forward was compared in the step
-        self.known: set[Modes] = set()  # modes in which a step was compared
-        self.drawn: set[int] = set()  # positions of sources, beside those of torch, that forwards draw from
-        self.changing: set[Container] = set()
 
     def begin_step(self, loss: object) -> None:
         """Find what there is. The loss is run again with the last stage; if it is a module, its state counts, too."""
         modules = [self.module, loss] if isinstance(loss, nn.Module) else [self.module]
         parts = [part for module in modules for part in module.modules()]
-        if self.looked:
-            self.known.add(self.modes)
         if parts != self.parts:
-            self.parts, self.buffers, self.known = parts, Buffers(modules), set()
+            self.parts, self.buffers = parts, Buffers(modules)
             self.own = [part for part in parts if not is_of_torch(part)]
-        self.modes, self.looked = tuple([part.training for part in parts]), False
+        self.modes = tuple([part.training for part in parts])
         tensors: dict[str, Tensor | None] = {}
-        generators: list[Source] = []
         for place, part in enumerate(self.own):
             for name, value in vars(part).items():
-                if isinstance(value, torch.Generator):
-                    generators.append(Source(value.get_state, value.set_state))
-                elif isinstance(value, Tensor) and value.is_leaf and not value.requires_grad:
+                if isinstance(value, Tensor) and value.is_leaf and not value.requires_grad:
                     tensors[f"{name} of module {place}"] = value
         self.buffers.attributes = tensors
-        self.sources = [Source(random.getstate, random.setstate), *generators]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self.sources.append(Source(numpy.random.get_state, numpy.random.set_state))
 
     def snapshot(self) -> Snapshot:
         """Return the state of now."""
-        known, sources = self.modes in self.known, self.of_torch
-        for place, source in enumerate(self.sources):
-            if not known or place in self.drawn:
-                sources = [*sources, source]
-        tables = [vars(part) for part in self.own]
-        for place, part in enumerate(tables[:]):
-            if known and not self.changing:
-                break
-            for name, value in part.items():
-                if type(value) in CONTAINERS and name not in _OF_MODULES:
-                    if not known or (place, name) in self.changing:
-                        tables.append(value)
+        sources = [*self.of_torch, Source(random.getstate, random.setstate)]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            sources.append(Source(numpy.random.get_state, numpy.random.set_state))
+        tables: list[Value] = [vars(part) for part in self.own]
+        for part in self.own:
+            for name, value in vars(part).items():
+                if isinstance(value, torch.Generator):
+                    sources.append(Source(value.get_state, value.set_state))
+                elif type(value) in CONTAINERS and name not in _OF_MODULES:
+                    tables.append(value)
         return Snapshot([(source, source.get()) for source in sources], self.buffers.look(self.modes), Tables(tables))
 
     def learn(self, before: Snapshot) -> list[str]:
-        """After a forward, note what it has changed. Return the names of changed buffers of which `before` has no copy."""
-        if self.modes not in self.known:
-            self.looked = True
-            for source, state in before.random[len(self.of_torch) :]:
-                if not source.is_at(state):
-                    self.drawn.add(self.sources.index(source))
-            changed = {id(table) for table, _ in before.tables.changed()}
-            for place, part in enumerate(self.own):
-                self.changing.update((place, name) for name, value in vars(part).items() if id(value) in changed)
+        """After a forward, note which buffers it has changed. Return the names of those of which `before` has no copy."""
         lost = before.buffers.lost()
         self.buffers.learn(before.buffers)
         return lost
@@ -148,13 +121,3 @@ def is_of_torch(part: nn.Module) -> bool:
 def _of_device(device: torch.device) -> Source:
     module = torch.get_device_module(device)
     return Source(partial(module.get_rng_state, device), partial(module.set_rng_state, device=device))
-
-
-def _equal(one: Value, other: Value) -> bool:
-    """Compare states of random numbers: tensors, tuples of numbers, tuples with arrays."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    equal: Any = one == other
-    return equal if isinstance(equal, bool) else bool(equal.all())

@@ -15,6 +15,7 @@ for host memory. The user's own process group is only asked for its backend, tim
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from penstock.comm.distributed import HOST_TAG, DistributedTransport, Gloo, last
 from penstock.comm.messages import Messages, Receive, Send, Work
 from penstock.errors import DeviceFailed, PeerFailed, PenstockError, RunError, StepTimeout, TransportError
 from penstock.health.failure import FailureKind, FailureRecord, split_by_farewell
+from penstock.health.rendezvous import heartbeat
 from penstock.plan.check_communicators import QueueLayout
 
 _TAG = 0  # communicators have none: NCCL's ignore it
@@ -231,7 +233,7 @@ class AcceleratorTransport(DistributedTransport):
             epochs = [int(self.store.get(f"{key}/{rank}", self.timeout)) for rank in range(self.num_ranks)]
             self.store.first(key, f"go {max(epochs)}".encode())
         try:
-            answer = self.store.get(key, self.timeout, look=self._look)
+            answer = self.store.get(key, self.timeout, look=partial(self._look_for_absent, time.monotonic()))
         except PenstockError as error:
             declined = FailureRecord(self.rank, cause=f"{type(error).__name__}: {error}")
             answer = self.store.first(key, declined.encode())
@@ -240,6 +242,12 @@ class AcceleratorTransport(DistributedTransport):
         if answer.startswith(b"go "):
             return int(answer[3:])
         raise FailureRecord.decode(answer).error()
+
+    def _look_for_absent(self, since: float) -> None:
+        """Raise if a rank is gone for good; one that was stopped may go on, within a heartbeat."""
+        for gone in self.detector.lost(self):
+            if gone.kind != FailureKind.STOPPED or time.monotonic() - since > max(heartbeat(), 1.0):
+                raise gone.error()
 
     def _tell_torn(self) -> None:
         with suppress(TransportError):

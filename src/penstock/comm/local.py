@@ -180,6 +180,7 @@ class LocalTransport(Transport):
 
     def report_failure(self, record: FailureRecord) -> FailureRecord:
         posted = self._world.failures.setdefault(self.epoch, record)
+        self._world.failures.pop(self.epoch - 2, None)  # which no rank can ask for any more
         for other in self._world.transports:
             if other._watching and other.epoch == self.epoch and other.rank != posted.rank:
                 other.failed = posted

@@ -13,6 +13,8 @@ from penstock.health.decoding import read
 NOBODY = -1
 """In place of a rank: something outside the ranks of this transport has failed, such as the process that holds the store."""
 
+LONGEST_CAUSE = 8000  # characters that travel; a frame of the monitor has room for them, however they are escaped
+
 
 class FailureKind(StrEnum):
     """How a rank failed. After the first three its process lives on: the step is drained and the next one works."""
@@ -55,7 +57,7 @@ class FailureRecord:
         return self.kind not in _PASSING
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(asdict(self) | {"cause": self.cause[:LONGEST_CAUSE]}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> FailureRecord:

@@ -104,13 +104,15 @@ class HealthLink:
 
     def frames(self) -> Iterator[tuple[FrameKind, bytes]]:
         """The frames that have come. EOFError, OSError: it has ended; ValueError: what came is no frame."""
-        ended = False
+        ended: Exception | None = None
         try:
             while data := self.socket.recv(_LARGEST):
                 self._in += data
-            ended = True
+            ended = EOFError()
         except BlockingIOError:
             pass
+        except OSError as error:  # a reset; frames that came before it count
+            ended = error
         while len(self._in) >= _HEADER.size:
             kind, size = _HEADER.unpack_from(self._in)
             if size > _LARGEST or (not self.token and (kind, size) != (FrameKind.HELLO, 2 * _TOKEN)):
@@ -120,8 +122,8 @@ class HealthLink:
             payload = bytes(self._in[_HEADER.size : _HEADER.size + size])
             del self._in[: _HEADER.size + size]
             yield FrameKind(kind), payload
-        if ended:
-            raise EOFError
+        if ended is not None:
+            raise ended
 
     def close(self) -> None:
         """End the link after what was sent; the other end reads all of it first."""

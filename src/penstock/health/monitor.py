@@ -13,6 +13,7 @@ connection ends, on the same stream. A rank that waits for one that is gone has 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import secrets
@@ -26,7 +27,7 @@ from functools import partial
 from penstock.errors import PenstockError
 from penstock.health.decoding import read
 from penstock.health.detector import Monitored
-from penstock.health.failure import FailureKind, FailureRecord
+from penstock.health.failure import LONGEST_CAUSE, FailureKind, FailureRecord
 from penstock.health.links import Endpoint, FrameKind, HealthLink, Listener
 from penstock.health.membership import FOREVER, Failure, Heard, Membership
 from penstock.health.peers import Peer, Peers
@@ -35,6 +36,7 @@ from penstock.health.processes import STOPPED, state_of
 from penstock.health.rendezvous import RendezvousStore, group_in_job, neighbours, post, posted
 from penstock.health.wake_pipe import WakePipe
 
+_log = logging.getLogger("penstock")
 _KEPT = 1024  # failures
 _TICK = 0.5  # seconds between looks at what is due while something is going on
 _REST = 1.0  # and while nothing is
@@ -90,7 +92,7 @@ class HealthMonitor:
                 self.wake()  # the thread tells it of what is known already
             for peer in self._peers:
                 self._compare(peer, mine)
-        mine.took_signals = self._pipe.take_signals()
+        mine.took_signals |= self._pipe.take_signals()
 
     def end(self, member: Monitored) -> None:
         with self._lock:
@@ -250,7 +252,7 @@ class HealthMonitor:
 
     def _leave(self, mine: Membership, steps: int, cause: str) -> None:
         del self._members[mine.group]
-        bye = self._left[mine.group] = _encoded(mine.group, mine.rank, steps, cause)
+        bye = self._left[mine.group] = _encoded(mine.group, mine.rank, steps, cause[:LONGEST_CAUSE])
         if len(self._left) > _KEPT:
             del self._left[next(iter(self._left))]
         for peer in self._peers:
@@ -300,7 +302,10 @@ class HealthMonitor:
                     self._send_state(mine, member, mine.activity)
                 due += self._tell(mine)
         for abort in due:
-            abort()
+            try:
+                abort()
+            except Exception:  # noqa: BLE001  the thread has to go on, for all other groups of the process
+                _log.exception("penstock could not end the waits of a process group after a failure")
 
     def _look_at_processes(self, now: float) -> None:
         """Find processes of this host that are stopped. Time in which this process did not look does not count: it may have been

@@ -66,7 +66,7 @@ class CallArguments:
         """What arrived, as the module gets it: copies, if it changes what it is given in place. Autocast keeps casts of leaves
         until the step is over; of views it does not."""
         if self.copies:
-            return changed(value, Tensor.clone)
+            return changed(value, _copied)
         if self.eager and torch.is_autocast_enabled(self.kind) and torch.is_autocast_cache_enabled():
             return changed(value, lambda tensor: tensor.view_as(tensor))
         return value
@@ -93,6 +93,12 @@ def changed(value: object, change: Callable[[Tensor], Tensor]) -> Value:
     """The value, with something else in place of each leaf that needs a gradient."""
     tensors, spec = flatten(value)
     return unflatten(spec, [change(tensor) if tensor.requires_grad else tensor for tensor in tensors])
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy that the module may change in place. The gradient of a DTensor's copy may have other placements than that of
+    the DTensor, by which steps would differ from the first: those stay as they are."""
+    return tensor if hasattr(tensor, "placements") else tensor.clone()
 
 
 def check_given(stage: PipelineStage, value: object, *, microbatch: int, name: str) -> None:
