@@ -88,6 +88,8 @@ class ModuleState:
             for name, value in vars(part).items():
                 if isinstance(value, torch.Generator):
                     sources.append(Source(value.get_state, value.set_state))
+                elif isinstance(value, random.Random):
+                    sources.append(Source(value.getstate, value.setstate))
                 elif type(value) in CONTAINERS and name not in _OF_MODULES:
                     tables.append(value)
         return Snapshot([(source, source.get()) for source in sources], self.buffers.look(self.modes), Tables(tables))
