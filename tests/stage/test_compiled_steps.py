@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from penstock.backward.compile_stage import compile_in_place
 from penstock.comm import LocalTransport, LocalWorld
-from penstock.errors import NotDeferred
+from penstock.errors import NotDeferred, PenstockError
 from penstock.run import Schedule, Schedule1F1B
 from penstock.stage import PipelineStage
 from penstock.stage.backward import Deferral, backward_input, backward_weight
@@ -239,3 +239,46 @@ def test_a_failed_input_pass_leaves_nothing_for_the_next_backward() -> None:
     assert all(
         torch.equal(one.grad, two.grad) for one, two in zip(module.parameters(), plain.parameters(), strict=True)
     )
+
+
+class Regularized(nn.Module):
+    """Uses a weight in a compiled part and in eager code; `fails` makes the next forward raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Layers().double()
+        self.part.compile(backend="aot_eager")
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError("on purpose")
+        weight = next(self.part.parameters())
+        return x + self.part(x) + 0.01 * weight.square().sum()
+
+
+def test_hooks_fire_once_a_microbatch_after_a_first_step_that_failed() -> None:
+    """A first step that failed before any forward counted as one that had shown which weights other code uses: in later steps
+    the gradient of such a weight was accumulated in I and again in W, and its hooks fired twice."""
+    torch.manual_seed(0)
+    stage = Regularized()
+    modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH).double(), stage]
+    heard: list[int] = []
+    counts: list[int] = []
+    stage.part.first.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    x, y = batch(8)
+
+    def rank(schedule: Schedule, rank: int) -> None:
+        stage.fails = True
+        with pytest.raises((PenstockError, ArithmeticError)):
+            schedule.step(x, target=y)
+        for _ in range(3):
+            if rank == 1:
+                heard.clear()
+            schedule.step(x, target=y)
+            if rank == 1:
+                counts.append(len(heard))
+
+    on_ranks("zb-h1", 2, 4, rank, modules=modules)
+    assert counts == [4, 4, 4]

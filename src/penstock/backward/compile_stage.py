@@ -96,6 +96,7 @@ class CompiledStage:
         self.forwards = _forwards_inside(self.parts)
         self.graphs: list[SplitGraph] | None = None  # that the first forward has called
         self.looking = False  # in this step, in which nothing is deferred
+        self.looks = 0  # forwards of this step that `look` has seen
         self.known: list[object] = []  # parameters and modes of the parts when they were last looked at
 
     def __bool__(self) -> bool:
@@ -120,8 +121,11 @@ class CompiledStage:
                 self.deferral.whole = {}
             self.deferral.looking = self.looking
 
-    def end_step(self) -> None:
-        self.looking = False
+    def end_step(self, count: int) -> None:
+        """Look again in the next step if this one has not come to all of its `count` forwards with a split backward."""
+        if self.looking and self.looks < count:
+            self.known = []
+        self.looking, self.looks = False, 0
         if self.deferral is not None:
             self.deferral.looking = False
 
@@ -176,12 +180,15 @@ class CompiledStage:
         graph, are not deferred: hooks would hear of two gradients, one of I and one of W.
         """
         assert self.deferral is not None, "only a split backward defers"
-        own = {id(parameter) for parameter in self.module.parameters()}  # other leaves are inputs of the stage
+        self.looks += 1
         graphs: list[dict[int, Tensor]] = []  # the parameters of each
         outside = {id(root) for root in roots if root.is_leaf}
         for node in nodes_reached(roots):
             leaves = [getattr(following, "variable", None) for following, _ in node.next_functions]
-            used = {id(leaf): leaf for leaf in leaves if leaf is not None and id(leaf) in own}
+            used: dict[int, Tensor] = {}
+            for leaf in leaves:
+                if isinstance(leaf, nn.Parameter):  # other leaves are inputs of the stage
+                    used[id(leaf)] = leaf
             if node.name().startswith("CompiledFunction"):
                 graphs.append(used)
             else:

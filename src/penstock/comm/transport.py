@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport: messages between ranks, small facts through a store, and news of failures.
+"""Transport: messages between ranks, collectives, and reports of failures.
 
 transport.connect([1, 2])          # all ranks, after the same meeting
 transport.begin_step()
@@ -259,11 +259,6 @@ class Transport(Messages):
             answered = time.perf_counter()
             answers.append((answered - asked, reading.item() - (asked + answered) / 2))
         return min(answers)[1]
-
-
-def meeting_folder(meeting: int) -> str:
-    """Where it stands who waits in a collective, after how many steps, and that another rank will not come to it."""
-    return f"meeting/{meeting}"
 
 
 class _InCall:

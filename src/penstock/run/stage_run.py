@@ -303,7 +303,7 @@ class StageRun:
         self.rehearsed = False
         self.given.begin(self.inputs)
         if self.compiled is not None:
-            self.compiled.end_step()
+            self.compiled.end_step(len(self.split))
         for engine in self.stepped:
             engine.end_step()
 
