@@ -38,6 +38,7 @@ def test_the_scaler_scales_the_loss_either_way(scale_grads: bool) -> None:
 def test_a_share_of_the_batch_is_not_rounded_to_the_type_of_the_scale() -> None:
     """The scale is a number of float32, and so was its product with the share of a microbatch: gradients of float64 were off by
     3e-8 of themselves."""
+    torch.manual_seed(0)
     x, y = torch.randn(2, 10, 4, dtype=torch.float64)
     model = nn.Linear(4, 4).double()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -45,7 +46,7 @@ def test_a_share_of_the_batch_is_not_rounded_to_the_type_of_the_scale() -> None:
     pipe = penstock.Pipeline(stages=[stage], loss_fn=nn.MSELoss(), schedule="1f1b", microbatches=3, loss_scale=scaler)
     pipe.step(x, target=y)
     expected = torch.autograd.grad(1024 * nn.functional.mse_loss(model(x), y), list(model.parameters()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-13, atol=0)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-12, atol=1e-11)
 
 
 class Scaled(nn.Module):
